@@ -69,6 +69,7 @@ class FramedStream(asyncio.BufferedProtocol):
         self.purpose = purpose
         self.sent_bytes = 0
         self.received_bytes = 0
+        self.came_from = ""  # the multiaddress of the connection that brought it here, where the transport knows
         self.keep: object = None  # whatever must live as long as the connection does
         self._limits = limits or Limits()
         self._close_s = close_s

@@ -19,6 +19,7 @@ __all__ = [
     "Guards",
     "Invite",
     "Kernels",
+    "Link",
     "Memory",
     "Mesh",
     "Neighbour",
@@ -156,10 +157,23 @@ class Exactness:
 
 
 @dataclass(frozen=True)
+class Link:
+    """To a peer of another machine, in seconds one way and bytes per second: as measured now, and as a peer of this machine tells
+    it in its record, so many seconds ago. None where it was not measured, or nobody tells it."""
+
+    now: tuple[float, float] | None = None
+    told: tuple[float, float] | None = None
+    told_ago_s: float = 0.0
+    problem: str = ""
+
+
+@dataclass(frozen=True)
 class Neighbour:
     """A peer of the mesh. `answers` is None where nobody has dialled; `measured_by` counts peers of other machines.
 
     kernels, prints  its kernel class, and the fingerprints that it tells; {}: none
+    link, mtu        the way to it from here; bytes of the largest packet that goes there whole
+    sees             the address at which it sees this machine
     """
 
     name: str
@@ -170,15 +184,21 @@ class Neighbour:
     measured_by: int = 0
     kernels: str = ""
     prints: Mapping[str, str] = field(default_factory=dict)
+    busy: bool = False
+    link: Link | None = None
+    mtu: int | None = None
+    sees: str = ""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """As the one sees it that was joined. `off` says whose clock is ahead; `root` whose signature makes members."""
+    """As the one sees it that was joined. `off` says whose clock is ahead; `root` whose signature makes members; `ours` are the
+    addresses of this machine's interfaces."""
 
     root: str
     peers: tuple[Neighbour, ...]
     off: str = ""
+    ours: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

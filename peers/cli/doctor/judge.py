@@ -54,6 +54,8 @@ SLOW_LOOKUP_S = 2.0
 SPINS_LONGER = 100  # times what meshcee sets itself
 SOON_S, LONGEST_S = 86400.0, 1e6 * 86400.0
 UNITS = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
+SAGS, LATER_S = 2.0, 0.01  # times slower than told, or later; of latency, this much more besides
+LEAST_MTU, USUAL_MTU = 1280, 1500  # of IPv6, and of Ethernet
 MOST_CHARS = 400
 MOST_PASSES = 4
 MOST_NAMED = 8
@@ -397,6 +399,10 @@ def _neighbours(mesh: Mesh | Refused | None) -> Iterator[Finding]:
             )
     if answer := sum(p.answers is True for p in far):
         yield _ok("mesh", "direct path", f"{answer} of {len(far)} peers of other machines answer at their addresses")
+    for peer in far:
+        yield from _link(peer)
+    yield from _packets(far)
+    yield from _translation(mesh.ours, here, far)
     if not here or not far:
         whose = "other machines" if here else "this machine"
         yield _unknown("mesh", "reach", f"no peer of {whose} is there, so nobody has measured a link to here")
@@ -412,6 +418,65 @@ def _neighbours(mesh: Mesh | Refused | None) -> Iterator[Finding]:
             yield _ok(
                 "mesh", "reach", f"{_count(peer.measured_by, 'peer')} of other machines measured a link to {peer.name}"
             )
+
+
+def _link(peer: Neighbour) -> Iterator[Finding]:
+    """As it is now beside what a peer of this machine tells, by which jobs are planned."""
+    link, what = peer.link, f"link to {peer.name}"
+    if link is None:
+        return
+    told = f"{_speed(*link.told)} by the record of a peer here, {_span(link.told_ago_s)} ago" if link.told else ""
+    if link.now is None:
+        why = link.problem or "that peer trains, and its steps need the line"
+        yield _unknown("mesh", what, f"not measured now: {why}" + (f"; {told}" if told else ""))
+        return
+    text = f"{_speed(*link.now)} now" + (f"; {told}" if told else "")
+    if link.told and (link.now[1] < link.told[1] / SAGS or link.now[0] > SAGS * link.told[0] + LATER_S):
+        mend = "end what else uses the line (`ss -tip` lists connections), or wait: within 8 minutes peers tell what it is now"
+        yield _warn("mesh", what, f"it sags: {text}", mend)
+    else:
+        yield _ok("mesh", what, text)
+
+
+def _speed(latency_s: float, bytes_per_s: float) -> str:
+    return f"{8e-6 * bytes_per_s:.3g} Mbit/s and {1e3 * latency_s:.3g} ms"
+
+
+def _packets(far: Sequence[Neighbour]) -> Iterator[Finding]:
+    known = [(peer.mtu, peer) for peer in far if peer.mtu is not None]
+    for mtu, peer in known:
+        if mtu < LEAST_MTU:
+            mend = "ip link set dev DEVICE mtu 1500, here or at the tunnel on the way; `ip route get ADDRESS` names the device"
+            detail = f"packets to {peer.name} have {mtu} bytes at most, and some networks cut or drop what is below {LEAST_MTU}"
+            yield _warn("mesh", "MTU", detail, mend)
+    if good := [mtu for mtu, _ in known if mtu >= LEAST_MTU]:
+        small = ": a tunnel is on the way, and TCP fits itself to it" if min(good) < USUAL_MTU else ""
+        yield _ok(
+            "mesh",
+            "MTU",
+            f"packets of {min(good)} bytes reach {_count(len(good), 'peer')} of other machines whole{small}",
+        )
+
+
+def _translation(ours: Sequence[str], here: Sequence[Neighbour], far: Sequence[Neighbour]) -> Iterator[Finding]:
+    """Whether a router gives this machine another address outside."""
+    seen = [peer for peer in far if peer.sees]
+    if not seen:
+        return
+    strange = [peer for peer in seen if peer.sees not in ours]
+    if not strange:
+        yield _ok("mesh", "NAT", f"none: {seen[0].name} sees this machine at {seen[0].sees}, its own address")
+        return
+    outside = strange[0].sees
+    text = f"behind a router: {strange[0].name} sees this machine at {outside}, which is no address of its own"
+    if len({peer.sees for peer in strange}) > 1:
+        text += f", and {strange[-1].name} at {strange[-1].sees}"
+    if here and not any(outside in address.split("/") for peer in here for address in peer.addresses):
+        place = f"[{outside}]" if ":" in outside else outside
+        mend = f"let TCP port 4001 in at the router, and start the peer here with --listen 0.0.0.0:4001 --announce {place}:4001"
+        yield _warn("mesh", "NAT", f"{text}, and no peer here announces it", mend)
+    else:
+        yield _ok("mesh", "NAT", text)
 
 
 # -- guards, memberships, processes
@@ -465,10 +530,13 @@ def _invite(invite: Invite | None, passes: tuple[Pass, ...] | Unseen, now: float
 
 def _ends(until: float, now: float) -> str:
     """When something ends, as a person says it."""
-    left_s = abs(until - now)
-    unit_s, unit = next((one for one in UNITS if left_s >= one[0]), UNITS[-1])
-    span = _count(int(left_s / unit_s), unit) if left_s < LONGEST_S else "very long"
+    span = _span(abs(until - now))
     return f"ends in {span}, on {_date(until)}" if until > now else f"has ended {span} ago, on {_date(until)}"
+
+
+def _span(seconds: float) -> str:
+    unit_s, unit = next((one for one in UNITS if seconds >= one[0]), UNITS[-1])
+    return _count(int(seconds / unit_s), unit) if seconds < LONGEST_S else "very long"
 
 
 def _passes(passes: tuple[Pass, ...], now: float, mesh: Mesh | Refused | None) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """Looks at the mesh that --join names: clocks, versions, and who is reached from where.
 
-The idea: an observer joins as `meshcee status` does, reads the records, and dials once what peers announce. What others measure of
-this machine's peers stands in their records.
+The idea: an observer joins as `meshcee status` does, reads the records, measures a few links and dials once what peers announce.
+What others measure of this machine's peers stands in their records.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from meshcee.errors import unwrap
 from meshcee.figures.kernels import class_of
 from meshcee.files import Home
 from peers.cli.doctor.facts import Mesh, Neighbour, Refused
+from peers.cli.doctor.paths import interfaces, with_paths
 from peers.device import host_id
 from peers.node import JoinOptions, join
 from peers.node.agent import Agent
@@ -33,20 +34,20 @@ async def look_at_mesh(token: str, home: Home) -> Mesh | Refused:
             agent = mesh.agent
             await agent.directory.refresh()
             off = agent.directory.off
-            found = neighbours(agent)
-            return Mesh(agent.members.root, await dialled(found), off or agent.directory.off)
+            found = await with_paths(agent, neighbours(agent))
+            return Mesh(agent.members.root, await dialled(found), off or agent.directory.off, interfaces())
     except Exception as group:
         error = unwrap(group)
         return Refused(type(error).__name__, str(error) or repr(error))
 
 
-def neighbours(agent: Agent) -> tuple[Neighbour, ...]:
-    """Peers that lend a device, as their records and those of links tell."""
+def neighbours(agent: Agent) -> dict[str, Neighbour]:
+    """Peers that lend a device, by id, as their records and those of links tell."""
     known, here = agent.directory.peers, host_id(agent.mesh_key.secret)
     measured = {(by, to) for by, record in agent.directory.links.items() for to, _ in record.links}
     devices = {peer: record.device for peer, record in known.items() if record.device is not None}
-    return tuple(
-        Neighbour(
+    return {
+        peer: Neighbour(
             known[peer].name,
             device.host == here,
             device.versions,
@@ -54,9 +55,10 @@ def neighbours(agent: Agent) -> tuple[Neighbour, ...]:
             measured_by=sum((other, peer) in measured for other, of in devices.items() if of.host != device.host),
             kernels=str(class_of(device)),
             prints=dict(device.fingerprints),
+            busy=known[peer].busy,
         )
         for peer, device in sorted(devices.items(), key=lambda item: (known[item[0]].name, item[0]))
-    )
+    }
 
 
 async def dialled(peers: Sequence[Neighbour]) -> tuple[Neighbour, ...]:

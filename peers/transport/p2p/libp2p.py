@@ -25,6 +25,7 @@ from peers.transport.direct import Direct
 from peers.transport.endpoint import Endpoint
 from peers.transport.frame import FRAME_VERSION
 from peers.transport.p2p.relay import Relayed
+from peers.transport.seen import SEEN, tell_whence
 from peers.transport.stream import FramedStream, short
 
 with warnings.catch_warnings():  # hivemind imports much of torch that warns of its own deprecations
@@ -60,6 +61,7 @@ class Libp2pTransport(Endpoint):
         super().__init__(p2p.peer_id.to_base58(), mesh_key, timeouts=timeouts, limits=limits, members=members)
         self._p2p = p2p
         self.direct = direct
+        self.serve(SEEN, tell_whence)
 
     async def rebind(self, p2p: P2P) -> None:
         """Go on over a new p2pd with the same identity: listen there, dial from there."""
@@ -85,6 +87,8 @@ class Libp2pTransport(Endpoint):
     async def _on_stream(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Called by hivemind in a task of its own, which ends at once: the stream lives in our TaskGroup."""
         stream = self.make_stream(info.peer_id.to_base58())
+        with contextlib.suppress(Exception):  # the multiaddr library raises whatever it likes
+            stream.came_from = str(info.addr)
         await _take_over(stream, reader, writer)
         self._accepted(stream)
 

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from dht import Identity, MeshKey, certify, dialable
 from meshcee import errors
-from meshcee.figures import Versions
+from meshcee.figures import LinkProfile, Versions
 from meshcee.files import Home
-from peers.cli.doctor import exactness, machine, mesh
+from peers.cli.doctor import exactness, machine, mesh, paths
 from peers.cli.doctor.command import run_doctor, show
 from peers.cli.doctor.facts import (
     Device,
@@ -32,6 +32,7 @@ from peers.cli.doctor.facts import (
     Guards,
     Invite,
     Kernels,
+    Link,
     Memory,
     Mesh,
     Neighbour,
@@ -47,6 +48,7 @@ from peers.cli.session import SETTINGS, Screen
 from peers.device import fingerprints, kernel_class, kernels
 from peers.node import JoinOptions
 from peers.node.admission import Membership
+from peers.node.agent import Agent
 from peers.node.assemble import InProcess
 from peers.transport.p2p.interfaces import announced
 
@@ -249,6 +251,25 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # what is planted; 
         "reach",
         "--announce",
     ),
+    "a link that sags": (
+        {"mesh": replace(MESH, peers=(ANNA, replace(BEN, link=Link((0.01, 1e6), (0.01, 12e6), 200.0))))},
+        "warn",
+        "link to ben",
+        "ss -tip",
+    ),
+    "a link that is late": (
+        {"mesh": replace(MESH, peers=(ANNA, replace(BEN, link=Link((0.2, 12e6), (0.01, 12e6), 200.0))))},
+        "warn",
+        "link to ben",
+        "ss -tip",
+    ),
+    "small packets": ({"mesh": replace(MESH, peers=(ANNA, replace(BEN, mtu=1200)))}, "warn", "MTU", "mtu 1500"),
+    "a router that nobody has told of": (
+        {"mesh": replace(MESH, peers=(ANNA, replace(BEN, sees="198.51.100.7")))},
+        "warn",
+        "NAT",
+        "--announce 198.51.100.7:4001",
+    ),
     "a mesh that is gone": ({"mesh": Refused("JoinError", "no peer answered")}, "bad", "join", "meshcee token"),
     "an invite that has ended": (
         {"mesh": Refused("NotPermittedError", "it has ended")},
@@ -318,6 +339,37 @@ def test_when_an_invite_ends_is_said_in_words(until: float, said: str) -> None:
     findings = judge(replace(GOOD, invite=Invite("another mesh", "own", until)))
     (told,) = (one.detail for one in findings if one.what == "invite")
     assert f"{said}, on " in told
+
+
+@pytest.mark.parametrize(
+    ("ben", "what", "said"),
+    [
+        ({"link": Link((0.01, 1e6))}, "link to ben", "8 Mbit/s and 10 ms now"),
+        (
+            {"link": Link((0.01, 9e6), (0.009, 12e6), 200.0)},
+            "link to ben",
+            "72 Mbit/s and 10 ms now; 96 Mbit/s and 9 ms by the record of a peer here, 3 minutes ago",
+        ),
+        ({"link": Link()}, "link to ben", "not measured now: that peer trains, and its steps need the line"),
+        ({"mtu": 1500}, "MTU", "packets of 1500 bytes reach 1 peer of other machines whole"),
+        (
+            {"mtu": 1420},
+            "MTU",
+            "packets of 1420 bytes reach 1 peer of other machines whole: a tunnel is on the way, and TCP fits itself to it",
+        ),
+        ({"sees": "192.0.2.1"}, "NAT", "none: ben sees this machine at 192.0.2.1, its own address"),
+        (
+            {"sees": "198.51.100.1"},
+            "NAT",
+            "behind a router: ben sees this machine at 198.51.100.1, which is no address of its own",
+        ),
+    ],
+)
+def test_paths_are_told_and_no_fault_where_they_are_well(ben: dict[str, Any], what: str, said: str) -> None:
+    anna = replace(ANNA, addresses=("/ip4/198.51.100.1/tcp/4001/p2p/y",))
+    facts = replace(GOOD, mesh=Mesh(ROOT, (anna, replace(BEN, **ben)), "", ("127.0.0.1", "192.0.2.1")))
+    assert [one.detail for one in judge(facts) if one.what == what] == [said]
+    assert problems(facts) == []
 
 
 def test_who_is_a_member_needs_its_invite_no_more() -> None:
@@ -511,11 +563,43 @@ async def test_neighbours_are_the_peers_that_lend_a_device() -> None:
         for name in ("anna", "ben"):
             await here.start(name)
         observer = (await here.own("doctor", None)).agent
-        found = mesh.neighbours(observer)
+        found = list(mesh.neighbours(observer).values())
     assert [peer.name for peer in found] == ["anna", "ben"]
     assert all(peer.versions is not None and not peer.here for peer in found)
     ours = str(kernel_class(torch.device("cpu"), torch.get_num_threads())), dict(fingerprints(torch.device("cpu")))
     assert [(peer.kernels, peer.prints) for peer in found] == [ours] * 2
+
+
+async def test_links_are_measured_beside_what_a_peer_of_this_machine_tells() -> None:
+    async with InProcess(JoinOptions(local=3)) as here:
+        for name in ("anna", "ben", "carl"):
+            await here.start(name)
+        observer = (await here.own("doctor", None)).agent
+        anna, ben, carl = (here.agents[name].peer_id for name in ("anna", "ben", "carl"))
+        await observer.directory.wait_for(lambda: any(to == ben for to, _ in known(observer, anna)))
+        peers = mesh.neighbours(observer)
+        peers[anna], peers[carl] = replace(peers[anna], here=True), replace(peers[carl], busy=True)
+        found = dict(zip(peers, await paths.with_paths(observer, peers), strict=True))
+    assert found[anna].link is None
+    to_ben, to_carl = found[ben].link, found[carl].link
+    assert to_ben is not None
+    assert to_ben.now is not None
+    assert to_ben.told == next((x.latency_s, x.bandwidth_bytes_per_s) for to, x in known(observer, anna) if to == ben)
+    assert to_carl is not None
+    assert to_carl.now is None
+
+
+def known(observer: Agent, peer: str) -> tuple[tuple[str, LinkProfile], ...]:
+    record = observer.directory.links.get(peer)
+    return record.links if record is not None else ()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the MTU of a path")
+def test_the_kernel_tells_the_largest_packet_of_a_path() -> None:
+    most = int(Path("/sys/class/net/lo/mtu").read_text())
+    assert paths.mtu_to("127.0.0.1", 9) == min(most, 65535)  # of which IPv4 can count the bytes
+    assert paths.mtu_to("no address", 9) is None
+    assert "127.0.0.1" in paths.interfaces()
 
 
 # -- the command

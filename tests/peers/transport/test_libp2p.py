@@ -18,6 +18,7 @@ from meshcee.figures.profile import LinkProfile
 from peers.device.emulation.shape import Shape, ShapedTransport
 from peers.transport.base import Frame, StreamClosed
 from peers.transport.p2p.libp2p import Libp2pTransport
+from peers.transport.seen import seen_from
 from tests.peers.transport.harness import KEY, SHORT, SMALL, echo, eventually, mesh, p2pd, pair
 
 pytestmark = pytest.mark.alone
@@ -47,6 +48,17 @@ async def test_a_killed_p2pd_closes_every_stream_at_both_ends_quickly() -> None:
                 await b.open(a.peer_id, "test")
             left = time.monotonic()
         assert time.monotonic() - left < 2 * SHORT.shutdown_s
+
+
+async def test_a_peer_is_told_from_which_address_it_is_seen_to_come() -> None:
+    async with (
+        p2pd() as p,
+        p2pd() as q,
+        Libp2pTransport(p, KEY, timeouts=SHORT, limits=SMALL) as a,
+        Libp2pTransport(q, KEY, timeouts=SHORT, limits=SMALL) as b,
+    ):
+        found = await seen_from(a, b.peer_id, b.addresses)
+    assert found.startswith("/ip4/127.0.0.1/tcp/")
 
 
 async def test_a_restarted_p2pd_is_taken_up_again(tmp_path: Path) -> None:

@@ -1,0 +1,124 @@
+"""The way from here to peers of other machines: how fast, how large a packet, and where it comes out.
+
+The idea: each is asked of a few peers, one after the other and within bounds, as a probe needs the line for itself. A peer that
+trains is not probed: its steps need the line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import psutil
+
+from dht import dialable, host_of
+from meshcee.errors import MeshceeError
+from meshcee.figures import LinkProfile
+from peers.cli.doctor.facts import Link, Neighbour
+from peers.measure.probe import LIGHT_S, probe_link
+from peers.node.agent import Agent
+from peers.transport import StreamClosed, Transport
+from peers.transport.seen import seen_from
+
+__all__ = ["interfaces", "mtu_to", "with_paths"]
+
+MOST_PEERS = 4
+ALL_S, EACH_S = 9.0, 5.0
+MTU_WAIT_S = 0.2  # in which a router on the way says that the packet was too large for it
+ALWAYS = 2  # of what "discover" is set to: packets are not cut
+OPTIONS = {
+    socket.AF_INET: (socket.IPPROTO_IP, 10, 14),
+    socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 24),
+}  # Linux: discover, MTU
+LARGE_BYTES = 1472  # of UDP in a packet of 1500
+
+
+def interfaces() -> tuple[str, ...]:
+    """The addresses of this machine."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    entries = [entry for of in psutil.net_if_addrs().values() for entry in of if entry.family in families]
+    return tuple(entry.address.partition("%")[0] for entry in entries)
+
+
+async def with_paths(agent: Agent, peers: Mapping[str, Neighbour]) -> tuple[Neighbour, ...]:
+    """The same peers, by id, with what was found out of the way to the first few of other machines."""
+    far = [peer for peer, one in peers.items() if not one.here][:MOST_PEERS]
+    told = told_from_here(agent, peers)
+    found = dict(peers)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ALL_S):
+            for peer in far:
+                one, addresses = found[peer], found[peer].addresses
+                link = told.get(peer, Link())
+                if not one.busy:
+                    link = await _probed(agent.transport, peer, addresses, link)
+                found[peer] = replace(one, link=link)
+                sees = await _seen(agent.transport, peer, addresses)
+                found[peer] = replace(found[peer], sees=sees, mtu=await asyncio.to_thread(_mtu, addresses))
+    return tuple(found.values())
+
+
+def told_from_here(agent: Agent, peers: Mapping[str, Neighbour]) -> dict[str, Link]:
+    """What the newest record of a peer of this machine says of its link to each other one."""
+    newest: dict[str, LinkProfile] = {}
+    for source in (peer for peer, one in peers.items() if one.here):
+        record = agent.directory.links.get(source)
+        for target, link in record.links if record is not None else ():
+            if target not in newest or newest[target].measured_at < link.measured_at:
+                newest[target] = link
+    now = agent.clock()
+    return {
+        to: Link(None, (link.latency_s, link.bandwidth_bytes_per_s), max(0.0, now - link.measured_at))
+        for to, link in newest.items()
+    }
+
+
+async def _probed(transport: Transport, peer: str, addresses: Sequence[str], link: Link) -> Link:
+    try:
+        async with asyncio.timeout(EACH_S):
+            found = (await probe_link(transport, peer, tuple(addresses), 0.0, target_s=LIGHT_S)).link
+    except TimeoutError:
+        return replace(link, problem=f"it takes longer than {EACH_S:.0f} s")
+    except (MeshceeError, StreamClosed) as error:
+        return replace(link, problem=str(error))
+    return replace(link, now=(found.latency_s, found.bandwidth_bytes_per_s))
+
+
+async def _seen(transport: Transport, peer: str, addresses: Sequence[str]) -> str:
+    with suppress(TimeoutError, MeshceeError, StreamClosed):  # an older peer does not tell
+        async with asyncio.timeout(EACH_S):
+            if address := await seen_from(transport, peer, addresses):
+                return host_of(address)
+    return ""
+
+
+def _mtu(addresses: Sequence[str]) -> int | None:
+    for address in dialable(addresses):
+        kind, host, *rest = address.split("/")[1:]
+        if kind in ("ip4", "ip6") and len(rest) > 1 and rest[1].isdecimal():
+            return mtu_to(host, int(rest[1]))
+    return None
+
+
+def mtu_to(host: str, port: int) -> int | None:
+    """Bytes of the largest packet that reaches this address whole, as far as the kernel knows; None where it does not tell.
+
+    One datagram that must not be cut is sent there, so that a router on the way can object. Blocks for MTU_WAIT_S.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    level, discover, mtu = OPTIONS[family]
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as there:
+            there.setsockopt(level, discover, ALWAYS)
+            there.connect((host, port))
+            with suppress(OSError):  # too large for the device already
+                there.send(bytes(LARGE_BYTES))
+            there.settimeout(MTU_WAIT_S)
+            with suppress(OSError):  # nobody answers, or its kernel that no such port is open
+                there.recv(1)
+            return there.getsockopt(level, mtu)
+    except OSError:
+        return None
