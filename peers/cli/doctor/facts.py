@@ -66,7 +66,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Memory:
-    """In bytes. `limit` and `free` are those of the narrowest container around this process."""
+    """In bytes. `limit` and `free` are those of the narrowest limit around this process: of a container, or `ulimit -v`."""
 
     total: int
     available: int

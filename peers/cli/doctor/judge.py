@@ -272,15 +272,15 @@ def _memory(memory: Memory) -> Iterator[Finding]:
     free = memory.available if memory.free is None else min(memory.available, memory.free)
     text = f"{_size(free)} of {_size(memory.total)} are free"
     if memory.limit is not None:
-        text += f", in a container of {_size(memory.limit)}"
-    mend = "end what takes memory (`ps aux --sort=-rss` lists it), or give the container more"
+        text += f", within a limit of {_size(memory.limit)} (a container, or ulimit -v)"
+    mend = "end what takes memory (`ps aux --sort=-rss` lists it), or raise the limit (ulimit -v unlimited, or the container's)"
     if free < LEAST_BYTES:
         detail = f"{text}: the process that checks graphs may take {_size(LEAST_BYTES)} alone"
         yield _bad("device", "memory", detail, mend, errors.PlanError)
     elif free < LITTLE_BYTES:
         yield _warn("device", "memory", text, mend)
     elif memory.free is not None and memory.available * LENT_SHARE > memory.free:
-        detail = f"{text}: a peer would lend {_size(memory.available * LENT_SHARE)}, and the container has less"
+        detail = f"{text}: a peer would lend {_size(memory.available * LENT_SHARE)}, and the limit leaves less"
         yield _warn(
             "device",
             "memory",

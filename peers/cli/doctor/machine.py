@@ -170,12 +170,16 @@ def _quota() -> float | None:
 
 
 def memory() -> Memory:
-    """What a container may still take counts the pages of files that the kernel can drop."""
+    """What a container may still take counts the pages of files that the kernel can drop. A limit of this process's address
+    space (ulimit -v) is one more."""
     machine = psutil.virtual_memory()
     rooms: list[tuple[int, int]] = []
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY:
+        rooms.append((max(0, most - psutil.Process().memory_info().vms), most))
     for group in _groups("memory"):
-        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            limit, now = _number(group / most), _number(group / used)
+        for file, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit, now = _number(group / file), _number(group / used)
             if limit is not None and now is not None and limit < machine.total:
                 rooms.append((max(0, limit - now + _droppable(group)), limit))
     free, limit = min(rooms, default=(None, None))

@@ -34,8 +34,10 @@ async def look_at_mesh(token: str, home: Home) -> Mesh | Refused:
             agent = mesh.agent
             await agent.directory.refresh()
             off = agent.directory.off
-            found = await with_paths(agent, neighbours(agent))
-            return Mesh(agent.members.root, await dialled(found), off or agent.directory.off, interfaces())
+            found = neighbours(agent)
+            found = dict(zip(found, await dialled(list(found.values())), strict=True))
+            found_paths = await with_paths(agent, found)
+            return Mesh(agent.members.root, found_paths, off or agent.directory.off, interfaces())
     except Exception as group:
         error = unwrap(group)
         return Refused(type(error).__name__, str(error) or repr(error))

@@ -1,7 +1,7 @@
 """The way from here to peers of other machines: how fast, how large a packet, and where it comes out.
 
-The idea: each is asked of a few peers, one after the other and within bounds, as a probe needs the line for itself. A peer that
-trains is not probed: its steps need the line.
+The idea: a few peers are looked at, those first that answer, all within bounds. Probes come one after the other, as each needs the
+line for itself. A peer that trains is not probed: its steps need the line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from peers.transport.seen import seen_from
 __all__ = ["interfaces", "mtu_to", "with_paths"]
 
 MOST_PEERS = 4
-ALL_S, EACH_S = 9.0, 5.0
+ALL_S, EACH_S = 12.0, 5.0
 MTU_WAIT_S = 0.2  # in which a router on the way says that the packet was too large for it
 ALWAYS = 2  # of what "discover" is set to: packets are not cut
 OPTIONS = {
@@ -45,19 +45,24 @@ def interfaces() -> tuple[str, ...]:
 
 async def with_paths(agent: Agent, peers: Mapping[str, Neighbour]) -> tuple[Neighbour, ...]:
     """The same peers, by id, with what was found out of the way to the first few of other machines."""
-    far = [peer for peer, one in peers.items() if not one.here][:MOST_PEERS]
-    told = told_from_here(agent, peers)
-    found = dict(peers)
+    far = sorted((p for p, one in peers.items() if not one.here), key=lambda p: peers[p].answers is not True)[
+        :MOST_PEERS
+    ]
+    told, found = told_from_here(agent, peers), dict(peers)
+
+    async def ask(peer: str) -> None:
+        addresses = peers[peer].addresses
+        sees, mtu = await asyncio.gather(_seen(agent.transport, peer, addresses), asyncio.to_thread(_mtu, addresses))
+        found[peer] = replace(found[peer], sees=sees, mtu=mtu)
+
+    await asyncio.gather(*map(ask, far))
     with suppress(TimeoutError):
         async with asyncio.timeout(ALL_S):
             for peer in far:
-                one, addresses = found[peer], found[peer].addresses
                 link = told.get(peer, Link())
-                if not one.busy:
-                    link = await _probed(agent.transport, peer, addresses, link)
-                found[peer] = replace(one, link=link)
-                sees = await _seen(agent.transport, peer, addresses)
-                found[peer] = replace(found[peer], sees=sees, mtu=await asyncio.to_thread(_mtu, addresses))
+                if not peers[peer].busy:
+                    link = await _probed(agent.transport, peer, peers[peer].addresses, link)
+                found[peer] = replace(found[peer], link=link)
     return tuple(found.values())
 
 
