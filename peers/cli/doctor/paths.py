@@ -26,7 +26,7 @@ from peers.transport.seen import seen_from
 __all__ = ["interfaces", "mtu_to", "with_paths"]
 
 MOST_PEERS = 4
-ALL_S, EACH_S = 12.0, 5.0
+ALL_S, EACH_S, SEEN_S = 12.0, 5.0, 10.0
 MTU_WAIT_S = 0.2  # in which a router on the way says that the packet was too large for it
 ALWAYS = 2  # of what "discover" is set to: packets are not cut
 OPTIONS = {
@@ -52,7 +52,10 @@ async def with_paths(agent: Agent, peers: Mapping[str, Neighbour]) -> tuple[Neig
 
     async def ask(peer: str) -> None:
         addresses = peers[peer].addresses
-        sees, mtu = await asyncio.gather(_seen(agent.transport, peer, addresses), asyncio.to_thread(_mtu, addresses))
+        mtu = await asyncio.to_thread(_mtu, addresses)
+        sees = (
+            await _seen(agent.transport, peer, addresses) if peers[peer].answers else ""
+        )  # through others nobody knows
         found[peer] = replace(found[peer], sees=sees, mtu=mtu)
 
     await asyncio.gather(*map(ask, far))
@@ -94,7 +97,7 @@ async def _probed(transport: Transport, peer: str, addresses: Sequence[str], lin
 
 async def _seen(transport: Transport, peer: str, addresses: Sequence[str]) -> str:
     with suppress(TimeoutError, MeshceeError, StreamClosed):  # an older peer does not tell
-        async with asyncio.timeout(EACH_S):
+        async with asyncio.timeout(SEEN_S):
             if address := await seen_from(transport, peer, addresses):
                 return host_of(address)
     return ""
