@@ -1,0 +1,49 @@
+"""`python -m tests.lab.planted FAULTS COMMAND...`: `meshcee COMMAND` on a machine with these faults, for test_doctor.py.
+
+FAULTS is JSON: what is broken, and how. Each is planted below the command, which knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import socket
+import sys
+import time
+
+CLONE_NEWUTS = 0x04000000
+
+
+def plant(faults: dict[str, object]) -> None:
+    if "cores" in faults:  # else every namespace of this machine were one host
+        os.sched_setaffinity(0, faults["cores"])  # type: ignore[arg-type]
+    if "host" in faults:  # a name that no file holds, and no server is reached from a namespace of the lab
+        if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUTS) != 0:
+            raise OSError(ctypes.get_errno(), "unshare")
+        socket.sethostname(str(faults["host"]))
+    if "memory" in faults:
+        resource.setrlimit(resource.RLIMIT_AS, (int(str(faults["memory"])),) * 2)
+    if "clock_s" in faults:
+        right, off_s = time.time, float(str(faults["clock_s"]))
+        time.time = lambda: right() + off_s
+    if "torch" in faults:
+        import torch
+
+        torch.__version__ = str(faults["torch"])  # type: ignore[assignment]
+    if "kernel" in faults:
+        from peers.device import kernels
+
+        kernels.KERNELS = {**kernels.KERNELS, str(faults["kernel"]): lambda draw: draw(8)}  # type: ignore[misc]
+    if "probes_once" in faults:  # what its record says of a link stays as it was
+        from peers.measure import measuring
+
+        measuring.PROBE_EVERY_S = 1e9  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    plant(json.loads(sys.argv[1]))
+    from peers.cli.main import main
+
+    main(sys.argv[2:])
