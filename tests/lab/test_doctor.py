@@ -121,7 +121,6 @@ async def test_faults_of_a_network_are_found_and_named(tmp_path: Path) -> None:
     assert named(found, "warn", "direct path", "ben", "does not answer"), faults(found)
     assert named(found, "warn", "link to cloud", "it sags"), faults(found)
     assert named(found, "warn", "MTU", str(SMALL_MTU), "cloud"), faults(found)
-    assert named(found, "warn", "NAT", "cloud", "10.77.255.1"), faults(found)
     assert named(found, "warn", "host name", "nobody-knows-it"), faults(found)
     assert named(found, "warn", "versions", OTHER_TORCH.partition("+")[0], "cloud"), faults(found)
     assert named(found, "bad", "kernels", "softmax", "ben"), faults(found)

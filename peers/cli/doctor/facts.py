@@ -162,8 +162,8 @@ class Link:
     it in its record, so many seconds ago. None where it was not measured, or nobody tells it."""
 
     now: tuple[float, float] | None = None
-    told: tuple[float, float] | None = None
-    told_ago_s: float = 0.0
+    record: tuple[float, float] | None = None
+    record_age_s: float = 0.0
     problem: str = ""
 
 

@@ -425,13 +425,13 @@ def _link(peer: Neighbour) -> Iterator[Finding]:
     link, what = peer.link, f"link to {peer.name}"
     if link is None:
         return
-    told = f"{_speed(*link.told)} by the record of a peer here, {_span(link.told_ago_s)} ago" if link.told else ""
+    told = f"{_speed(*link.record)} by the record of a peer here, {_span(link.record_age_s)} ago" if link.record else ""
     if link.now is None:
         why = link.problem or "that peer trains, and its steps need the line"
         yield _unknown("mesh", what, f"not measured now: {why}" + (f"; {told}" if told else ""))
         return
     text = f"{_speed(*link.now)} now" + (f"; {told}" if told else "")
-    if link.told and (link.now[1] < link.told[1] / SAGS or link.now[0] > SAGS * link.told[0] + LATER_S):
+    if link.record and (link.now[1] < link.record[1] / SAGS or link.now[0] > SAGS * link.record[0] + LATER_S):
         mend = "end what else uses the line (`ss -tip` lists connections), or wait: within 8 minutes peers tell what it is now"
         yield _warn("mesh", what, f"it sags: {text}", mend)
     else:

@@ -48,7 +48,7 @@ async def with_paths(agent: Agent, peers: Mapping[str, Neighbour]) -> tuple[Neig
     far = sorted((p for p, one in peers.items() if not one.here), key=lambda p: peers[p].answers is not True)[
         :MOST_PEERS
     ]
-    told, found = told_from_here(agent, peers), dict(peers)
+    told, found = _recorded(agent, peers), dict(peers)
 
     async def ask(peer: str) -> None:
         addresses = peers[peer].addresses
@@ -69,7 +69,7 @@ async def with_paths(agent: Agent, peers: Mapping[str, Neighbour]) -> tuple[Neig
     return tuple(found.values())
 
 
-def told_from_here(agent: Agent, peers: Mapping[str, Neighbour]) -> dict[str, Link]:
+def _recorded(agent: Agent, peers: Mapping[str, Neighbour]) -> dict[str, Link]:
     """What the newest record of a peer of this machine says of its link to each other one."""
     newest: dict[str, LinkProfile] = {}
     for source in (peer for peer, one in peers.items() if one.here):

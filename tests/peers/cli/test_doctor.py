@@ -584,7 +584,7 @@ async def test_links_are_measured_beside_what_a_peer_of_this_machine_tells() -> 
     to_ben, to_carl = found[ben].link, found[carl].link
     assert to_ben is not None
     assert to_ben.now is not None
-    assert to_ben.told == next((x.latency_s, x.bandwidth_bytes_per_s) for to, x in known(observer, anna) if to == ben)
+    assert to_ben.record == next((x.latency_s, x.bandwidth_bytes_per_s) for to, x in known(observer, anna) if to == ben)
     assert to_carl is not None
     assert to_carl.now is None
 
