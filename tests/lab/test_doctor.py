@@ -133,6 +133,7 @@ async def test_faults_of_a_network_are_found_and_named(tmp_path: Path) -> None:
     assert named(found, "warn", "versions", OTHER_TORCH.partition("+")[0], "cloud"), found
     assert named(found, "bad", "kernels", "softmax", "ben"), found
     assert named(late, "bad", "clock", "600 s"), late
+    assert named(late, "bad", "clock", "ahead"), faults(late)
 
 
 @pytest.mark.slow
