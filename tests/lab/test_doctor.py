@@ -124,15 +124,6 @@ async def test_faults_of_a_network_are_found_and_named(tmp_path: Path) -> None:
     assert named(found, "warn", "host name", "nobody-knows-it"), faults(found)
     assert named(found, "warn", "versions", OTHER_TORCH.partition("+")[0], "cloud"), faults(found)
     assert named(found, "bad", "kernels", "softmax", "ben"), faults(found)
-    assert named(late, "bad", "clock", "600 s"), faults(late)
-    assert named(found, "warn", "direct path", "ben", "does not answer"), found
-    assert named(found, "warn", "link to cloud", "it sags"), found
-    assert named(found, "warn", "MTU", str(SMALL_MTU), "cloud"), found
-    assert named(found, "warn", "NAT", "cloud", "10.77.255.1"), found
-    assert named(found, "warn", "host name", "nobody-knows-it"), found
-    assert named(found, "warn", "versions", OTHER_TORCH.partition("+")[0], "cloud"), found
-    assert named(found, "bad", "kernels", "softmax", "ben"), found
-    assert named(late, "bad", "clock", "600 s"), late
     assert named(late, "bad", "clock", "ahead"), faults(late)
 
 
@@ -151,8 +142,4 @@ def test_faults_of_a_machine_are_found_and_named(tmp_path: Path) -> None:
     assert named(found, "bad", "memory", "limit of 2.0 GiB"), faults(found)
     assert named(found, "warn", "waiting threads", "OMP_WAIT_POLICY"), faults(found)
     assert named(found, "warn", "threads", "OMP_NUM_THREADS"), faults(found)
-    assert named(found, "bad", "home", "No space left"), (found, done.stderr)
-    assert named(found, "bad", "memory", "limit of 2.0 GiB"), found
-    assert named(found, "warn", "waiting threads", "OMP_WAIT_POLICY"), found
-    assert named(found, "warn", "threads", "OMP_NUM_THREADS"), found
     assert done.returncode != 0
