@@ -50,23 +50,31 @@ def _config(model: Any) -> dict[str, Any] | None:
 
 
 def _adapter(peft: Any, model: Any) -> dict[str, Any]:
-    """The active adapter: its config as PEFT writes it, and for each tensor of its file the name in the model."""
+    """The active adapter: its config as PEFT writes it, and for each tensor of its file the name in the model.
+
+    `prompt` are likewise the tensors of a module of which PEFT writes what it computes: a prompt.
+    """
     adapter = model.active_adapter
     state = model.state_dict()
     # Not "auto", which asks the hub; embeddings that are trained beside the adapter are refused by name.
     saved = peft.get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter, save_embedding_layers=False)
     own = {id(tensor): name for name, tensor in state.items()}
-    computed = [name for name, tensor in saved.items() if id(tensor) not in own]
-    if computed:
-        return {"unknown": f"PEFT computes {computed[0]!r} when it saves"}
     config, base = copy.copy(model.peft_config[adapter]), model.get_base_model()
+    computed = [name for name, tensor in saved.items() if id(tensor) not in own]
+    if computed and not config.is_prompt_learning:
+        return {"unknown": f"PEFT computes {computed[0]!r} when it saves"}
+    encoder = f"prompt_encoder.{adapter}."
     config.inference_mode = True
     config.base_model_name_or_path = config.base_model_name_or_path or getattr(base, "name_or_path", None) or None
     mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder, auto_mapping_dict=mapping if config.task_type is None else None)
         written = loads((Path(folder) / "adapter_config.json").read_text())
-    return {"config": written, "names": {name: own[id(tensor)] for name, tensor in saved.items()}}
+    return {
+        "config": written,
+        "names": {name: own[id(tensor)] for name, tensor in saved.items() if id(tensor) in own},
+        "prompt": {name.removeprefix(encoder): name for name in state if name.startswith(encoder)},
+    }
 
 
 def write(
@@ -113,13 +121,15 @@ def _write(
         found = {name: state[name] for name in state}
         _model(folder, kind, config, found | {other: found[name] for other, name in aliases.items() if name in found})
         return kind.__name__, len(found)
-    names = {name: aliases.get(own, own) for name, own in adapter["names"].items()}
-    if left := changed - set(names.values()):
+    names, prompt = (
+        {name: aliases.get(own, own) for name, own in adapter.get(kept, {}).items()} for kept in ("names", "prompt")
+    )
+    if left := changed - {*names.values(), *prompt.values()}:
         raise UsageError(
             f"the run has also trained {min(left)!r} ({len(left)} in all), which an adapter's folder does not hold; {OTHERWISE}"
         )
-    _peft(folder, kind, config, adapter["config"], {name: state[own] for name, own in names.items()})
-    return "PeftModel", len(names)
+    held, encoder = ({name: state[own] for name, own in kept.items()} for kept in (names, prompt))
+    return "PeftModel", _peft(folder, kind, config, adapter["config"], held, encoder)
 
 
 def _class_of(config: Mapping[str, Any]) -> Any:
@@ -155,19 +165,40 @@ def _model(folder: Path, kind: Any, config: Mapping[str, Any], state: dict[str, 
 
 
 def _peft(
-    folder: Path, kind: Any, config: Mapping[str, Any], adapter: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
-) -> None:
+    folder: Path,
+    kind: Any,
+    config: Mapping[str, Any],
+    adapter: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    encoder: Mapping[str, torch.Tensor],
+) -> int:
+    """How many tensors the adapter's file has. `encoder` has those of the module that computes a prompt, if any."""
     peft = _library("peft")
-    save(folder / "adapter_model.safetensors", tensors)
     (folder / "adapter_config.json").write_text(dumps(adapter, indent=2))
     with torch.device("meta"):
         base = kind(kind.config_class.from_dict(dict(config)))
+    if encoder:
+        tensors = {**_prompts(peft, copy.deepcopy(base), folder, encoder), **tensors}
+    save(folder / "adapter_model.safetensors", tensors)
     base.to_empty(device="cpu")  # the run has not changed it, so its values do not matter here
     loaded = peft.PeftModel.from_pretrained(base, folder, local_files_only=True)
     read = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
     _compare("PeftModel", tensors, read)
     if more := read.keys() - tensors.keys():
         raise UsageError(f"PeftModel.from_pretrained wants {min(more)!r} too, which the run has not; {OTHERWISE}")
+    return len(tensors)
+
+
+def _prompts(peft: Any, base: Any, folder: Path, encoder: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What PEFT computes when it saves, by its own module with the trained tensors; only that module lies in memory."""
+    config = peft.PeftConfig.from_pretrained(folder)
+    config.inference_mode = False  # with all parts that were trained
+    if hasattr(config, "prompt_tuning_init"):
+        config.prompt_tuning_init = "RANDOM"  # the trained values come next, so no tokenizer is asked for
+    model = peft.get_peft_model(base, config)
+    model.prompt_encoder["default"].load_state_dict(dict(encoder), assign=True)
+    found = peft.get_peft_model_state_dict(model.eval(), save_embedding_layers=False)
+    return {name: tensor.detach() for name, tensor in found.items() if not tensor.is_meta}
 
 
 def _compare(kind: str, trained: Mapping[str, torch.Tensor], loaded: Mapping[str, torch.Tensor]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -121,10 +123,64 @@ def test_what_an_adapters_folder_cannot_hold_is_refused(peft: Any, tmp_path: Pat
     model.base_model.model.transformer.ln_f.weight.requires_grad_(True)
     with pytest.raises(UsageError, match=r"has also trained '.*ln_f.weight' \(1 in all\)"):
         write(tmp_path / "hf", *noted(model))
-    prompts = peft.get_peft_model(tiny(), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
-    with pytest.raises(UsageError, match=r"computes 'prompt_embeddings' when it saves"):
-        write(tmp_path / "hf", *noted(prompts))
+    few = peft.VBLoRAConfig(
+        r=2, num_vectors=4, vector_length=4, topk=2, target_modules=["c_attn"], save_only_topk_weights=True
+    )
+    with pytest.raises(UsageError, match=r"computes '.*_topk_indices' when it saves"):
+        write(tmp_path / "hf", *noted(peft.get_peft_model(tiny(), few)))
     assert list(tmp_path.iterdir()) == []
+
+
+PROMPTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "prompt tuning": ("PromptTuningConfig", {}),
+    "beside a head": ("PromptTuningConfig", {"task_type": "SEQ_CLS"}),
+    "p-tuning": ("PromptEncoderConfig", {"encoder_hidden_size": 8}),
+    "p-tuning, LSTM": (
+        "PromptEncoderConfig",
+        {"encoder_hidden_size": 8, "encoder_reparameterization_type": "LSTM", "encoder_dropout": 0.5},
+    ),
+    "prefixes": ("PrefixTuningConfig", {}),
+    "prefixes, projected": ("PrefixTuningConfig", {"prefix_projection": True, "encoder_hidden_size": 8}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_is_written_as_save_pretrained_computes_it(peft: Any, tmp_path: Path, name: str) -> None:
+    kind, options = PROMPTS[name]
+    options = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM", **options}
+    heads = {"CAUSAL_LM": transformers.GPT2LMHeadModel, "SEQ_CLS": transformers.GPT2ForSequenceClassification}
+
+    def base() -> Any:
+        torch.manual_seed(0)
+        return heads[options["task_type"]](tiny().config)
+
+    torch.manual_seed(1)
+    model = peft.get_peft_model(base(), getattr(peft, kind)(**options), adapter_name="mine")
+    manifest, state, changed = noted(model)
+    _, count = write(tmp_path / "hf", manifest, state, changed)
+
+    model.load_state_dict(state, strict=False)
+    model.eval().save_pretrained(tmp_path / "theirs")
+    ours, theirs = (safetensors.torch.load_file(file) for file in sorted(tmp_path.rglob("*.safetensors")))
+    assert ours.keys() == theirs.keys()
+    assert len(ours) == count == (1 if options["task_type"] == "CAUSAL_LM" else 2)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    loaded = peft.PeftModel.from_pretrained(base(), tmp_path / "hf")
+    loaded.base_model.load_state_dict(model.base_model.state_dict(), strict=False)
+    ids = torch.arange(8)[None]
+    assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_a_prompt_that_began_as_a_text_needs_no_tokenizer_again(peft: Any, tmp_path: Path) -> None:
+    config = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    manifest, state, changed = noted(peft.get_peft_model(tiny(), config))
+    began = {"prompt_tuning_init": "TEXT", "prompt_tuning_init_text": "a b", "tokenizer_name_or_path": "/nowhere"}
+    manifest["adapter"]["config"] |= began
+    write(tmp_path / "hf", manifest, state, changed)
+    written = json.loads((tmp_path / "hf" / "adapter_config.json").read_text())
+    assert {name: written[name] for name in began} == began
 
 
 def llama() -> Any:
