@@ -20,7 +20,7 @@ from meshcee.errors import UsageError
 from meshcee.hf.library import transformers
 from meshcee.job import PER_PARAMETER, Optimizer, Schedule
 
-__all__ = ["check", "optimizer_of", "patterns", "schedule_of", "steps_of"]
+__all__ = ["check", "optimizer_of", "patterns", "rate_after", "schedule_of", "steps_of"]
 
 CARRIED_OUT = frozenset(
     re.findall(
@@ -145,7 +145,10 @@ def patterns(wanted: Iterable[str], others: Collection[str]) -> list[str]:
 
 
 def schedule_of(args: Any, steps: int) -> Schedule | None:
-    """The library's schedule over so many steps. Those that a Job has by name have that name."""
+    """The library's schedule over so many steps. Those that a Job has by name have that name.
+
+    One that looks at evaluations is none: see `rate_after`.
+    """
     name, warmup, options = str(args.lr_scheduler_type.value), args.get_warmup_steps(steps), args.lr_scheduler_kwargs
     if not options and name == "constant":
         return None
@@ -153,16 +156,38 @@ def schedule_of(args: Any, steps: int) -> Schedule | None:
         return Schedule("ConstantWithWarmup", warmup=warmup)
     if not options and name in ("linear", "cosine"):
         return Schedule(f"{name.capitalize()}WithWarmup", warmup=warmup, steps=steps)
+    built, _ = _library_schedule(args, warmup, steps)
+    if isinstance(built, torch.optim.lr_scheduler.LambdaLR):
+        return Schedule("LambdaLR", lr_lambda=_Factor(name, warmup, steps, options, built.lr_lambdas[0]))
+    if name in LOOK_AT_EVALUATIONS:
+        return None
+    raise UsageError(
+        f"lr_scheduler_type={name!r} is a {type(built).__name__}, which is not known here: write 'linear' or 'cosine', or use "
+        "meshcee.Job"
+    )
+
+
+LOOK_AT_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")
+
+
+def rate_after(args: Any, values: Iterable[float]) -> float | None:
+    """The library's learning rate after these evaluations, in order; None where its schedule looks at none."""
+    if args.lr_scheduler_type.value not in LOOK_AT_EVALUATIONS:
+        return None
+    rule, optimizer = _library_schedule(args, 0, 0)
+    for value in values:
+        rule.step(value)
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def _library_schedule(args: Any, warmup: int, steps: int) -> tuple[Any, torch.optim.Optimizer]:
+    """Its own object, and an optimizer that has the rates and nothing to train."""
+    name, options = args.lr_scheduler_type.value, args.lr_scheduler_kwargs
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
     try:
-        built = transformers().get_scheduler(name, optimizer, warmup, steps, options)
+        return transformers().get_scheduler(name, optimizer, warmup, steps, options), optimizer
     except (TypeError, ValueError) as error:
         raise UsageError(f"lr_scheduler_type={name!r} with lr_scheduler_kwargs={options!r:.80}: {error}") from error
-    if not isinstance(built, torch.optim.lr_scheduler.LambdaLR):
-        raise UsageError(
-            f"lr_scheduler_type={name!r} looks at evaluations: write 'constant', and callbacks=[meshcee.ReduceOnPlateau(...)]"
-        )
-    return Schedule("LambdaLR", lr_lambda=_Factor(name, warmup, steps, options, built.lr_lambdas[0]))
 
 
 class _Factor:

@@ -19,6 +19,7 @@ import numpy as np
 from meshcee.callbacks import Callback, Control
 from meshcee.errors import UsageError
 from meshcee.files import Trouble, disk, dumps, loads
+from meshcee.hf.arguments import rate_after
 from meshcee.hf.library import transformers
 from meshcee.hf.samples import Outputs
 
@@ -120,6 +121,7 @@ class Bridge(Callback):
         self.begins = 0  # how many steps were done before
         self._outputs, self._measure, self._notes = outputs, measure, notes or {}
         self._losses: list[float] = []  # of the steps since the last log
+        self._decided: dict[int, float] = {}  # the decisive metric of evaluations, by step
         self._has_begun = False
         self._trouble = Trouble()
 
@@ -149,6 +151,7 @@ class Bridge(Callback):
                 if isinstance(one, ExportableState):
                     one.on_evaluate(self.args, self.state, self.control, metrics=figures)
             self._is_best(figures)
+            self._decide(figures)
         self.state.log_history.sort(key=lambda line: line["step"])
         self._count(len(reports))
         self.begins = len(reports)
@@ -251,6 +254,8 @@ class Bridge(Callback):
         self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
         if self._is_best(metrics) and self.args.save_strategy.value != "no":
             run.checkpoint(keep=True)
+        if (rate := self._decide(metrics)) is not None:
+            run.set_lr(rate)
         self._write()
 
     @property
@@ -274,6 +279,18 @@ class Bridge(Callback):
             return False
         state.best_metric, state.best_global_step = metrics[name], state.global_step
         return True
+
+    def _decide(self, metrics: Mapping[str, float]) -> float | None:
+        """The rate from now on, where the library's schedule looks at evaluations and changes it after this one."""
+        if (name := self._decisive) is None:
+            return None
+        step = self.state.global_step
+        before = {
+            known: value for known, value in self._decided.items() if known < step
+        }  # an audit may take others back
+        self._decided = {**before, step: metrics[name]}
+        rate = rate_after(self.args, self._decided.values())
+        return None if rate == rate_after(self.args, before.values()) else rate
 
     def _write(self) -> None:
         """What a resumed run reads: beside what a run keeps itself, the figures of compute_metrics. A full disk ends no run."""

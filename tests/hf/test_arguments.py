@@ -13,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.optim.lr_scheduler import StepLR
 
 from meshcee.errors import UsageError
-from meshcee.hf.arguments import check, optimizer_of, patterns, schedule_of, steps_of
+from meshcee.hf.arguments import check, optimizer_of, patterns, rate_after, schedule_of, steps_of
 from meshcee.sampling import HyperSchedule
 from tests.hf.tiny import arguments, llama
 
@@ -164,30 +165,42 @@ def test_patterns_match_what_is_wanted_and_nothing_else(wanted: set[str], others
 # -- schedules -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("linear", None),
-        ("cosine", None),
-        ("constant", None),
-        ("constant_with_warmup", None),
-        ("polynomial", {"power": 2.0}),
-        ("inverse_sqrt", None),
-        ("cosine_with_restarts", {"num_cycles": 2}),
-        ("cosine_with_min_lr", {"min_lr": 1e-3}),
-        ("cosine", {"num_cycles": 1.5}),
+OPTIONS: dict[str, list[dict[str, Any] | None]] = {  # of those that need some, or are tried with some
+    "cosine": [None, {"num_cycles": 1.5}],
+    "cosine_with_restarts": [None, {"num_cycles": 2}],
+    "polynomial": [None, {"power": 2.0, "lr_end": 1e-4}],
+    "inverse_sqrt": [None, {"timescale": 3}],
+    "cosine_with_min_lr": [{"min_lr": 1e-3}, {"min_lr_rate": 0.1}],
+    "cosine_warmup_with_min_lr": [{"min_lr": 1e-3}, {"min_lr_rate": 0.1, "warmup_lr_rate": 0.2}],
+    "warmup_stable_decay": [
+        {"num_decay_steps": 4},
+        {"num_decay_steps": 3, "num_stable_steps": 2, "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
     ],
+    "reduce_lr_on_plateau": [{"patience": 0, "factor": 0.3}, {"patience": 1, "min_lr": 3e-3, "eps": 1e-2}],
+    "greedy": [{"patience": 0, "factor": 0.7}, {"patience": 0, "cooldown": 1, "smooth": True, "window_size": 2}],
+}
+LOSSES = [3.0, 2.0, 2.5, 2.4, 1.0, 0.9, 0.8, 5.0, 6.0, 7.0]  # of evaluations, one after each step
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(k.value, o) for k in transformers.SchedulerType for o in OPTIONS.get(k.value, [None])]
 )
 def test_every_step_has_the_librarys_rate(kind: str, options: dict[str, Any] | None, tmp_path: Path) -> None:
-    args = arguments(tmp_path, lr_scheduler_type=kind, lr_scheduler_kwargs=options, warmup_steps=0.3)
+    args = arguments(
+        tmp_path, lr_scheduler_type=kind, lr_scheduler_kwargs=options, warmup_steps=0.3, eval_strategy="steps"
+    )
     ours = HyperSchedule(optimizer_of(args, llama()), schedule_of(args, 10))
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=args.learning_rate)
     theirs = transformers.get_scheduler(kind, optimizer, args.get_warmup_steps(10), 10, options)
+    rates = set()
     for step in range(10):
-        assert ours.at(step)[0]["lr"] == theirs.get_last_lr()[0]
+        rate = rate_after(args, LOSSES[:step])
+        assert (ours.at(step)[0]["lr"] if rate is None else rate) == optimizer.param_groups[0]["lr"]
+        rates.add(optimizer.param_groups[0]["lr"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            theirs.step()
+            theirs.step(*([] if rate is None else LOSSES[step : step + 1]))
+    assert (len(rates) > 1) == (kind != "constant" and options != OPTIONS["reduce_lr_on_plateau"][1])
 
 
 def test_runs_are_told_apart_by_their_schedules(tmp_path: Path) -> None:
@@ -200,11 +213,19 @@ def test_runs_are_told_apart_by_their_schedules(tmp_path: Path) -> None:
     assert len(words) == 2
 
 
-def test_a_schedule_that_looks_at_evaluations_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="ReduceOnPlateau"):
-        schedule_of(arguments(tmp_path, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch"), 10)
-    with pytest.raises(UsageError, match="lr_scheduler_kwargs"):
-        schedule_of(arguments(tmp_path, lr_scheduler_type="cosine", lr_scheduler_kwargs={"wrong": 1}), 10)
+def test_a_schedule_that_the_library_refuses_is_refused_and_so_is_one_of_a_new_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in ("cosine", "greedy", "warmup_stable_decay"):
+        args = arguments(
+            tmp_path, lr_scheduler_type=kind, lr_scheduler_kwargs={"wrong": 1}, eval_strategy="steps", eval_steps=1
+        )
+        with pytest.raises(UsageError, match=rf"lr_scheduler_type='{kind}' with lr_scheduler_kwargs={{'wrong': 1}}: "):
+            schedule_of(args, 10)
+    made = transformers.optimization.TYPE_TO_SCHEDULER_FUNCTION
+    monkeypatch.setitem(made, transformers.SchedulerType.POLYNOMIAL, lambda optimizer, **_: StepLR(optimizer, 1))
+    with pytest.raises(UsageError, match="'polynomial' is a StepLR, which is not known here: write 'linear'"):
+        schedule_of(arguments(tmp_path, lr_scheduler_type="polynomial"), 10)
 
 
 # -- the library ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from meshcee.callbacks import Control, Listeners
@@ -280,6 +281,58 @@ def test_a_metric_that_evaluations_do_not_have_is_named(tmp_path: Path) -> None:
     story = Story(best(tmp_path, metric_for_best_model="f1"))
     with pytest.raises(UsageError, match="metric_for_best_model='f1': evaluations have"):
         story.step(0, 0.1)
+
+
+# -- a schedule that looks at evaluations --------------------------------------------------------------------------
+
+LOOKS: dict[str, Any] = {
+    "lr_scheduler_type": "reduce_lr_on_plateau",
+    "lr_scheduler_kwargs": {"patience": 0, "factor": 0.3},
+    "learning_rate": 0.5,
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+}
+
+
+def rate(story: Story, step: int) -> float:
+    """Of a step, where no schedule stands in the job."""
+    found: float = story.control.options(step, [{"lr": 0.5}])[0]["lr"]
+    return found
+
+
+def test_a_plateau_gives_the_next_step_the_librarys_rate(tmp_path: Path) -> None:
+    story = Story(arguments(tmp_path, **LOOKS), steps=6)
+    story.call(story.listeners.plan(None))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    theirs = transformers.get_scheduler(
+        "reduce_lr_on_plateau", optimizer, scheduler_specific_kwargs={"patience": 0, "factor": 0.3}
+    )
+    for step, loss in enumerate([0.5, 0.6, 0.4, math.nan, 0.7]):
+        story.step(step, loss)
+        theirs.step(loss)
+        assert rate(story, step + 1) == optimizer.param_groups[0]["lr"]
+    assert len({rate(story, step) for step in range(6)}) == 4
+
+
+def test_evaluations_that_are_taken_back_count_once(tmp_path: Path) -> None:
+    story = Story(arguments(tmp_path, **LOOKS), steps=6)
+    story.call(story.listeners.plan(None))
+    for step, loss in [(0, 0.5), (1, 0.4), (2, 0.3), (1, 0.4)]:
+        story.step(step, loss)
+    assert rate(story, 2) == 0.5
+    story.step(2, 0.45)
+    assert rate(story, 3) == 0.5 * 0.3
+
+
+def test_a_run_that_goes_on_looks_at_the_evaluations_before(tmp_path: Path) -> None:
+    args = arguments(tmp_path, **LOOKS)
+    lines = [report(step, loss).to_json() for step, loss in enumerate([0.5, 0.4])]
+    story = Story(args, steps=6)
+    story.call(story.listeners.event("on_resume", lines))
+    story.call(story.listeners.plan(None))
+    assert rate(story, 2) == 0.5
+    story.step(2, 0.45)
+    assert rate(story, 3) == 0.5 * 0.3
 
 
 # -- a run that goes on --------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +159,59 @@ def test_a_classifier_is_measured_on_the_whole_set_and_its_best_state_comes_back
     trainer.save_model()
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(args.output_dir)
     assert equal(loaded.state_dict(), trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_looks_at_evaluations_trains_as_a_plain_loop_with_its_rates(kind: str, tmp_path: Path) -> None:
+    """By a figure of compute_metrics; stopped and resumed by another Trainer. Each evaluation halves the rate, or doubles it."""
+    options = {"patience": 0, "factor": 0.5} | ({"threshold": -9.0, "mode": "max"} if kind == "greedy" else {})
+    args = arguments(
+        tmp_path,
+        lr_scheduler_type=kind,
+        lr_scheduler_kwargs=options,
+        learning_rate=2.0**-7,
+        eval_strategy="steps",
+        eval_steps=1,
+        metric_for_best_model="always",
+    )
+    figures = {"compute_metrics": lambda prediction: {"always": 1.0}}
+
+    def script(*callbacks: Any) -> Trainer:
+        data, held_out = reviews(16), reviews(4)
+        return Trainer(
+            classifier(), args, train_dataset=data, eval_dataset=held_out, callbacks=[*callbacks], local=1, **figures
+        )
+
+    script(Stops(2)).train()
+    second = script()
+    assert second.job is not None
+    # The last is of a step that nobody computes.
+    times = [1.0, 2.0, 4.0, 8.0, 0.0] if kind == "greedy" else [1.0, 1.0, 0.5, 0.25, 0.0]
+    rates = meshcee.Schedule("LambdaLR", lr_lambda=times.__getitem__)
+    plain = meshcee.plain(replace(second.job, schedule=rates, steps=4))
+    second.train(resume_from_checkpoint=True)
+    lines = [line for line in second.state.log_history if "loss" in line]
+    assert [line["learning_rate"] for line in lines] == [2.0**-7 * factor for factor in times[:4]]
+    assert [line["loss"] for line in lines] == plain.losses
+    assert equal(second.model.state_dict(), plain.state_dict)
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "recompute"),
+    [({"bf16": True}, "bf16", False), ({"gradient_checkpointing": True}, "fp32", True)],
+)
+def test_bf16_and_checkpointed_activations_are_those_of_the_plain_loop(
+    options: dict[str, Any], precision: str, recompute: bool, tmp_path: Path
+) -> None:
+    trainer = Trainer(llama(layers=1), arguments(tmp_path, max_steps=2, **options), train_dataset=texts(8), local=2)
+    job = trainer.job
+    assert job is not None
+    assert (job.precision, job.recompute) == (precision, recompute)
+    plain, full = meshcee.plain(job), meshcee.plain(replace(job, precision="fp32", recompute=False))
+    trainer.train()
+    assert [line["loss"] for line in trainer.state.log_history if "loss" in line] == plain.losses
+    assert equal(trainer.model.state_dict(), plain.state_dict)
+    assert equal(plain.state_dict, full.state_dict) == (precision == "fp32")
 
 
 # -- what is refused, before anything runs -------------------------------------------------------------------------
