@@ -16,7 +16,7 @@ OVER: dict[str, tuple[int, int]] = {  # attributes and parameters, or 0 where a 
     "peers/owner/job_run.py:Training": (39, 0),
     "peers/owner/epoch.py:Owner": (33, 15),
     "peers/owner/adaptation.py:Adaptation": (28, 0),
-    "peers/transport/stream.py:FramedStream": (23, 0),
+    "peers/transport/stream.py:FramedStream": (24, 0),
     "meshcee/stage/runner.py:StageRunner": (23, 0),
     "dht/directory.py:Directory": (24, 0),
     "peers/member/executor.py:Executor": (22, 0),

@@ -46,8 +46,9 @@ def a_job() -> Job:
 
 
 def self_test(threads: int, most_threads: int) -> Exactness:
-    """The model on the processor with so many threads, whatever thread this is called in; kernels on each device, and on the
-    processor with every number of threads up to `most_threads`, as peers of its class may have any."""
+    """The model on the processor with so many threads, whatever thread this is called in. Kernels on each device, and on the
+    processor with every number of threads up to `most_threads`: peers of its class may have any.
+    """
     kernels = asyncio.run(_kernels(threads, most_threads))
     torch.set_num_threads(threads)
     try:

@@ -158,8 +158,9 @@ class Exactness:
 
 @dataclass(frozen=True)
 class Link:
-    """To a peer of another machine, in seconds one way and bytes per second: as measured now, and as a peer of this machine tells
-    it in its record, so many seconds ago. None where it was not measured, or nobody tells it."""
+    """To a peer of another machine, in seconds one way and bytes per second: as measured now, and as a peer of this machine said
+    in its record, `record_age_s` ago. None where nobody has measured it.
+    """
 
     now: tuple[float, float] | None = None
     record: tuple[float, float] | None = None
