@@ -125,7 +125,7 @@ async def test_faults_of_a_network_are_found_and_named(tmp_path: Path) -> None:
     assert named(found, "warn", "versions", OTHER_TORCH.partition("+")[0], "cloud"), faults(found)
     assert named(found, "bad", "kernels", "softmax", "ben"), faults(found)
     assert any(one["what"] == "NAT" and "behind a router: cloud sees" in one["detail"] for one in found), faults(found)
-    assert named(late, "bad", "clock", "ahead"), faults(late)
+    assert named(late, "bad", "clock", "behind the mesh"), faults(late)
 
 
 @pytest.mark.slow
