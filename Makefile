@@ -4,8 +4,8 @@ STAMP := .venv/.installed
 ARGS ?=
 # Seconds for the whole test run; a single test has its own limit in pyproject.toml.
 TEST_LIMIT_S ?= 1500
-# Processes that `make test` starts to run tests; 0 for none, which a debugger needs.
-WORKERS ?= 2
+# Processes that `make test` starts to run tests: on 2 cores a third one computes while others wait. 0 for none, as a debugger needs.
+WORKERS ?= 3
 export PYTHON
 
 .PHONY: help demo test test-all lint types contracts bench check docs reference wheel newest clean

@@ -34,7 +34,7 @@ def job_of(case: str) -> Job:
     if name != "random":
         return zoo.make(name, steps=STEPS, precision=which)
     drawn = replace(random_jobs.draw(int(which)), eval_every=0, ema=None, eval_ema=False, audit=0.0, steps=STEPS)
-    return random_jobs.job_of(drawn)
+    return random_jobs.job_of(replace(drawn, order="shuffled", stored=False, columns=False))
 
 
 def differences(case: str, device: str) -> list[str]:

@@ -78,10 +78,10 @@ def halved(x: torch.Tensor) -> torch.Tensor:
     return x.bfloat16() if x.is_floating_point() else x
 
 
-def built(job: Job) -> nn.Module:
-    """A copy of the job's model, or what its function returns after the job's seed; with the job's weights, if any."""
+def built(job: Job, in_place: bool) -> nn.Module:
+    """The job's model or a copy, or what its function returns after the job's seed; with the job's weights, if any."""
     if isinstance(job.model, nn.Module):
-        model = copy.deepcopy(job.model)
+        model = job.model if in_place else copy.deepcopy(job.model)
     else:
         torch.manual_seed(job.seed)
         model = job.model()
@@ -205,7 +205,7 @@ def reference(
 
     `rates`: after a step, "set" or "scale" the learning rate. `in_place`: no copy, in which strided parameters lie otherwise.
     """
-    model = (job.model if in_place and isinstance(job.model, nn.Module) else built(job)).to(device)
+    model = built(job, in_place).to(device)
     if not model.training:
         model.train()
     bf16 = job.precision == "bf16"

@@ -29,10 +29,8 @@ MOST_PEERS = 4
 ALL_S, EACH_S, SEEN_S = 12.0, 5.0, 10.0
 MTU_WAIT_S = 0.2  # in which a router on the way says that the packet was too large for it
 ALWAYS = 2  # of what "discover" is set to: packets are not cut
-OPTIONS = {
-    socket.AF_INET: (socket.IPPROTO_IP, 10, 14),
-    socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 24),
-}  # Linux: discover, MTU
+# On Linux: discover, MTU.
+OPTIONS = {socket.AF_INET: (socket.IPPROTO_IP, 10, 14), socket.AF_INET6: (socket.IPPROTO_IPV6, 23, 24)}
 LARGE_BYTES = 1472  # of UDP in a packet of 1500
 
 
@@ -45,17 +43,15 @@ def interfaces() -> tuple[str, ...]:
 
 async def with_paths(agent: Agent, peers: Mapping[str, Neighbour]) -> tuple[Neighbour, ...]:
     """The same peers, by id, with what was found out of the way to the first few of other machines."""
-    far = sorted((p for p, one in peers.items() if not one.here), key=lambda p: peers[p].answers is not True)[
-        :MOST_PEERS
-    ]
+    others = (peer for peer, one in peers.items() if not one.here)
+    far = sorted(others, key=lambda peer: peers[peer].answers is not True)[:MOST_PEERS]
     told, found = _recorded(agent, peers), dict(peers)
 
     async def ask(peer: str) -> None:
         addresses = peers[peer].addresses
         mtu = await asyncio.to_thread(_mtu, addresses)
-        sees = (
-            await _seen(agent.transport, peer, addresses) if peers[peer].answers else ""
-        )  # through others nobody knows
+        direct = peers[peer].answers  # a stream that another passes on comes from nowhere
+        sees = await _seen(agent.transport, peer, addresses) if direct else ""
         found[peer] = replace(found[peer], sees=sees, mtu=mtu)
 
     await asyncio.gather(*map(ask, far))

@@ -188,7 +188,7 @@ def test_samples_of_another_kind_are_refused_with_both_kinds(file: Path) -> None
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        ("fails", r"dataset 'scans': fails\(\) failed at .*scans.py:23: FileNotFoundError"),
+        ("fails", r"dataset 'scans': fails\(\) failed at .*scans.py:30: FileNotFoundError"),
         ("nothing", r"scans.py defines no function nothing"),
         ("clock", r"sample 0 is another one when it is read again"),
         ("empty", r"empty\(\) returns a set without samples"),
