@@ -30,6 +30,7 @@ class Back:
     `held` is the newest step of which every stage had a surviving copy, `sure` the same where these were the newest copies, `kept`
     that of the last checkpoint; `far` tells that only copies for the loss of a region were left of `held`. `anew` tells that no
     step was new since the way back before, `in_peace` that nobody was lost since: another plan goes on where this one ended.
+    `dropped` are the steps from the last whole copies to a hand-over that dropped the next ones.
     """
 
     done: int
@@ -41,6 +42,7 @@ class Back:
     sure: int | None = None
     anew: bool = False
     in_peace: bool = False
+    dropped: int = 0
 
     @property
     def again(self) -> int:
@@ -52,7 +54,7 @@ class Back:
         where = f"after {self.done} steps the run went back to {self.next_step}"
         if self.with_peers and self.next_step != self.held:
             return f"{where} of peers, who held {self.held}"
-        if self.with_peers and not (self.far or self.anew) and self.again > every + 1 + ahead:
+        if self.with_peers and not (self.far or self.anew) and self.again > max(every, self.dropped) + 1 + ahead:
             return f"{where}, with copies every {every} steps at most"
         if not self.with_peers and self.sure is not None and self.sure > self.next_step:
             return f"{where} of the disk, though peers held {self.sure}"
@@ -69,8 +71,8 @@ class Back:
 
 @dataclass
 class Past:
-    """`every` is k, the most steps between two copies that were asked for, or from one to the loss that came next, or from
-    whole ones to a hand-over. `ahead`: of an owner that slept, whose members go on with what they were fed.
+    """`every` is k, the most steps between two copies that were asked for, or from one to the loss that came next. `ahead` is
+    more than 0 for an owner that slept, whose members go on with what they were fed.
     """
 
     every: int = 0
@@ -87,6 +89,7 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str], *
     who joins with the id of one that is gone has another name from then on. `slept`: the owner was suspended.
     """
     past, asked, made, kept, handed, in_peace = Past(ahead=AHEAD if slept else 0), 0, 0, 0, 0, True
+    dropped = 0
     names = dict(names)
     # The last two of each kind: the step, and of its tensors who has them.
     whole: dict[str, list[tuple[int, list[set[str]]]]] = {"copies": [], "far copies": []}
@@ -100,10 +103,10 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str], *
         elif event in whole or event == "copies are handed over":
             tier = event if event in whole else "copies"
             if event == "copies":
-                made = entry["next_step"]
+                made, dropped = entry["next_step"], 0
             elif event not in whole:
                 handed = entry["next_step"]
-                past.every = max(past.every, handed - made)
+                dropped = handed - made if asked > made else 0
             held_by = [{names.get(peer, peer) for peer in peers} for peers in entry["held_by"]]
             older = [c for c in whole[tier] if c[0] < entry["next_step"]]
             whole[tier] = [*older[-1:], (entry["next_step"], held_by)]
@@ -132,12 +135,15 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str], *
             held, sure = max(near, far), max(newest, default=None)
             anew = bool(past.backs) and past.backs[-1].done == done
             with_peers, held_step = entry["with_peers"], held if held >= 0 else None
-            back = Back(done, entry["next_step"], with_peers, held_step, kept, far > near, sure, anew, in_peace)
+            back = Back(
+                done, entry["next_step"], with_peers, held_step, kept, far > near, sure, anew, in_peace, dropped
+            )
             in_peace = True
             whole["far copies"] = [c for c in whole["far copies"] if c[0] <= back.next_step]
             past.every = max(past.every, done - asked)
             past.backs.append(back)
             if back.next_step != handed:  # what was handed over dies with any of its makers
                 asked = made = back.next_step
+                dropped = 0
             kept = kept if back.with_peers else back.next_step
     return past

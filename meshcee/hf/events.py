@@ -285,9 +285,7 @@ class Bridge(Callback):
         if (name := self._decisive) is None:
             return None
         step = self.state.global_step
-        before = {
-            known: value for known, value in self._decided.items() if known < step
-        }  # an audit may take others back
+        before = {at: value for at, value in self._decided.items() if at < step}  # an audit may take others back
         self._decided = {**before, step: metrics[name]}
         rate = rate_after(self.args, self._decided.values())
         return None if rate == rate_after(self.args, before.values()) else rate

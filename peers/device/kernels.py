@@ -42,7 +42,8 @@ KERNELS: Mapping[str, Callable[[Draw], torch.Tensor]] = {
 
 def fingerprints(device: torch.device) -> tuple[tuple[str, str], ...]:
     """Pairs of a kernel's name and eight hexadecimal digits, in milliseconds. The numbers are drawn on the processor: these are
-    the same everywhere. On a CPU the calling thread's number of threads counts."""
+    the same everywhere. On a CPU the calling thread's number of threads counts.
+    """
     return tuple((name, _fingerprint(kernel, device)) for name, kernel in KERNELS.items())
 
 

@@ -38,8 +38,8 @@ REQUEST_BYTES = 8 << 20  # thousands of blocks with room to spare; msgpack may u
 PLAN_BYTES = 4 << 20  # a thousand peers that are left out take 140 kB
 _Profiles = Meta(max_length=MAX_PROFILES)
 PLANNING_S = 90.0  # that an owner waits for the coordinator's answer
-# The codecs of boundaries that a job's leaves to the planner (meshcee.planner.rules.between); any other is that of all.
-CHOICES = {"lossless": {"none", "lossless"}, "auto": {"none", "bf16", "bf16-lossless"}}
+# What a planner may choose for a boundary where a job's codec leaves it that (meshcee.planner.rules.between).
+LEFT_TO_PLANNER = {"lossless": {"none", "lossless"}, "auto": {"none", "bf16", "bf16-lossless"}}
 
 
 class Planned(NamedTuple):
@@ -116,7 +116,7 @@ class PlanRequest:
             (self.stages is not None and counts != {self.stages}, f"it has not {self.stages} stages in each pipeline"),
             (plan.shares_samples and not job.groups, "it has groups, which the job does not allow"),
             (
-                not codecs <= CHOICES.get(job.codec, {"none", job.codec}),
+                not codecs <= LEFT_TO_PLANNER.get(job.codec, {"none", job.codec}),
                 f"it has {', '.join(sorted(codecs))} for {job.codec}",
             ),
             (plan.threads != job.threads, f"it computes with {plan.threads} threads, not {job.threads}"),

@@ -29,9 +29,8 @@ MARKS = {"ok": ("ok", "green"), "warn": ("!", "yellow"), "bad": ("x", "red"), "u
 def run_doctor(token: str | None, *, as_json: bool) -> None:
     """Raises the error of the first finding that is bad, once all are printed."""
     configure_logging(as_json=as_json, level="error")
-    invite = (
-        Token.parse(token) if token is not None else None
-    )  # what is none is the user's to mend, and no fact of the machine
+    # What is no invite is the user's to mend, and no fact of the machine.
+    invite = Token.parse(token) if token is not None else None
     begun_s = time.monotonic()
     findings = judge(asyncio.run(_gather(token, invite, Home())))  # without uvloop, which may be what is missing
     took_s = time.monotonic() - begun_s

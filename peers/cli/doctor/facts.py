@@ -194,7 +194,8 @@ class Neighbour:
 @dataclass(frozen=True)
 class Mesh:
     """As the one sees it that was joined. `off` says whose clock is ahead; `root` whose signature makes members; `ours` are the
-    addresses of this machine's interfaces."""
+    addresses of this machine's interfaces.
+    """
 
     root: str
     peers: tuple[Neighbour, ...]

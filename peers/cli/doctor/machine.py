@@ -171,7 +171,8 @@ def _quota() -> float | None:
 
 def memory() -> Memory:
     """What a container may still take counts the pages of files that the kernel can drop. A limit of this process's address
-    space (ulimit -v) is one more."""
+    space (ulimit -v) is one more.
+    """
     machine = psutil.virtual_memory()
     rooms: list[tuple[int, int]] = []
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
