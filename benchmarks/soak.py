@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import psutil
@@ -45,6 +45,7 @@ from peers.state.keeping import Supplies
 from peers.transport.memory import MemoryNetwork
 from peers.wire.failures import Failures
 from peers.wire.messages import Round
+from tests.rig.resident import allocated
 from tests.rig.virtual_time import quiet, run
 
 __all__ = ["Soak", "soak"]
@@ -138,6 +139,13 @@ class FakeOwner:
         draft.finish(self._captured.state, self._captured.layout)
 
 
+class Look(NamedTuple):
+    steps: int  # done
+    resident: float  # bytes
+    allocated: float  # bytes: what is in use, where resident ones are pages, some of which nobody uses
+    objects: float  # of Python's
+
+
 @dataclass
 class Soak:
     """What was seen of a run. Bytes are of this process; a pause is one callback of the event loop, in its own seconds of CPU."""
@@ -147,7 +155,7 @@ class Soak:
     pause_s: float = 0.0
     wall_pause_s: float = 0.0
     paused_by: str = ""
-    looks: list[tuple[int, int, int]] = field(default_factory=list)  # (steps done, resident bytes, objects of Python's)
+    looks: list[Look] = field(default_factory=list)
     _looked: bool = False
 
     @contextlib.contextmanager
@@ -174,16 +182,16 @@ class Soak:
 
     def look(self) -> None:
         gc.collect()
-        self.looks.append((self.steps, psutil.Process().memory_info().rss, sys.getallocatedblocks()))
+        resident = psutil.Process().memory_info().rss
+        self.looks.append(Look(self.steps, resident, allocated(), sys.getallocatedblocks()))
         self._looked = True  # this callback's time is ours
 
     @property
-    def growth(self) -> tuple[float, float]:
-        """Resident bytes and objects of Python's a step, from a tenth of the run on, when all that is made once is there."""
-        first = next(found for found in self.looks if found[0] >= self.steps // 10)
-        last = self.looks[-1]
-        steps = max(1, last[0] - first[0])
-        return (last[1] - first[1]) / steps, (last[2] - first[2]) / steps
+    def growth(self) -> Look:
+        """What grew a step, from a tenth of the run on, when all that is made once is there; of so many steps."""
+        first = next(found for found in self.looks if found.steps >= self.steps // 10)
+        steps, *grew = (after - before for before, after in zip(first, self.looks[-1]))
+        return Look(steps, *(of / max(1, steps) for of in grew))
 
 
 def _name_of(handle: Handle) -> str:
@@ -242,7 +250,7 @@ def main() -> None:
         data = {
             "steps": seen.steps,
             "epochs": seen.epochs,
-            "resident_mib": round(seen.looks[-1][1] / 2**20, 1),
+            "resident_mib": round(seen.looks[-1].resident / 2**20, 1),
             "pause_s": round(seen.pause_s, 3),
             "wall_pause_s": round(seen.wall_pause_s, 3),
             "seconds": round(time.perf_counter() - began_s, 1),
@@ -252,12 +260,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="meshcee-soak-") as folder, quick_planning(), quiet():
         seen = run(soak(Path(folder), options.steps, options.epochs, options.samples, tell))
     tell(seen)
-    of_bytes, of_objects = seen.growth
-    print(
-        json.dumps(
-            {"bytes_a_step": round(of_bytes, 1), "objects_a_step": round(of_objects, 2), "paused_by": seen.paused_by}
-        )
-    )
+    a_step = {f"{what}_a_step": round(of, 2) for what, of in seen.growth._asdict().items() if what != "steps"}
+    print(json.dumps(a_step | {"paused_by": seen.paused_by}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,12 @@
-"""How much memory this process has held at most since a moment, by the kernel's own count; and what it holds, by the byte."""
+"""How much memory this process has held at most since a moment, by the kernel's own count; and what it holds, by the byte.
+
+The kernel counts pages. A page stays while one byte of it is in use, so what other tests did before is in its figure.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -11,7 +15,22 @@ from pathlib import Path
 import pytest
 import torch
 
-__all__ = ["growth", "holding"]
+__all__ = ["allocated", "growth", "holding"]
+
+
+class _Mallinfo(ctypes.Structure):
+    """`struct mallinfo2` of glibc 2.33 and later (mallinfo(3)): ten counts of bytes or blocks."""
+
+    _names = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+    _fields_ = [(name, ctypes.c_size_t) for name in _names]
+
+
+def allocated() -> int:
+    """Bytes that C's allocator has given and not taken back: tensors are among them, Python's small objects are not."""
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = _Mallinfo
+    info = ask()
+    return int(info.uordblks + info.hblkhd)
 
 
 def _status(field: str) -> int:
