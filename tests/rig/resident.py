@@ -18,11 +18,13 @@ import torch
 __all__ = ["allocated", "growth", "holding"]
 
 
+_COUNTS = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+
+
 class _Mallinfo(ctypes.Structure):
     """`struct mallinfo2` of glibc 2.33 and later (mallinfo(3)): ten counts of bytes or blocks."""
 
-    _names = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
-    _fields_ = [(name, ctypes.c_size_t) for name in _names]
+    _fields_ = [(name, ctypes.c_size_t) for name in _COUNTS]
 
 
 def allocated() -> int:
