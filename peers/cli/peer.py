@@ -17,6 +17,7 @@ import torch
 from meshcee.errors import JoinError, NotPermittedError, PeerLostError, UsageError
 from meshcee.files import Home, dumps
 from peers.cli.joining.joined import look
+from peers.cli.joining.notice import find, heeded
 from peers.cli.joining.owner_use import Machine
 from peers.cli.joining.staying import Stay, Watch
 from peers.cli.joining.yielding import Hours, Rule
@@ -97,6 +98,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     memory_bytes = parse_bytes(options.memory) if options.memory else None
     hours = Hours.parse(options.when) if options.when else None
     device = resolve_device(options.device)
+    spot = find(options.spot) if options.spot is not None else None
     line, asks = options.join, asks_people(options, as_json=as_json)
     if asks:
         from peers.cli.joining.nearby import line_by_code, line_file  # half a second that a script need not wait
@@ -120,7 +122,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         shape_device=options.shape_device,
         jitter_s=options.jitter_ms / 1e3,
         pace=paced(options.pace_gflops * 1e9) if options.pace_gflops else None,
-        leave_s=options.leave_within,
+        leave_s=options.leave_within if options.leave_within is not None or spot is None else spot.leave_s,
         device_process=options.device_process,
         direct_sums=options.direct_sums,
         datasets=tuple(options.dataset or ()),
@@ -135,13 +137,16 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     stay = Stay(Watch(rule, Machine(device).look) if yields else None)
     screen = Screen(stderr=as_json)
 
+    def tell(text: str) -> None:
+        screen.print(text, soft_wrap=True)
+
     async def staying() -> bool:
-        async with metered(where_metered) as meters:
+        async with metered(where_metered) as meters, heeded(spot, stay.ask, tell):
 
             def lend() -> AbstractAsyncContextManager[Departure]:
                 return lent_peer(where, meters, shows_codes=asks, as_json=as_json)
 
-            return await stay.run(lend, lambda text: screen.print(text, soft_wrap=True))
+            return await stay.run(lend, tell)
 
     try:
         in_time = run_async(staying(), stay.ask)
@@ -175,7 +180,7 @@ async def lent_peer(
             print(dumps({"peer": me.peer_id, "token": invite, "addresses": list(me.transport.addresses)}), flush=True)
         else:
             console = Screen()
-            console.print(f"{me.options.name} is up as {me.peer_id} on {where.device}.")
+            console.print(f"{me.options.name} is up as …{me.peer_id[-8:]} on {where.device}.")
             console.print("On every other machine:\n")
             console.print(f"  meshcee peer --join {invite}\n", soft_wrap=True)
             if not me.reachable_from_elsewhere:

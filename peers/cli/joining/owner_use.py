@@ -1,4 +1,4 @@
-"""Looks at the machine for `--yield-to-owner`: what others than this peer use of its processor and GPU, and the battery.
+"""Looks at the machine for `--yield-to-owner`: what others than this peer use of its processor and GPU, battery and network.
 
 The idea: everything that runs, less what this process and its children run, between two looks. What cannot be seen is None, and
 counts for nothing.
@@ -9,17 +9,25 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 import psutil
 
 from peers.cli.joining.yielding import Seen
 
-__all__ = ["Machine", "use_by_others"]
+__all__ = ["Machine", "is_metered", "use_by_others"]
 
-SMI_S = 5.0
-MOST_SMI_BYTES = 256 << 10
+TOOL_S = 5.0
+MOST_TOOL_BYTES = 256 << 10
+METERED_EVERY_S = 30.0  # a machine changes its network rarely
+# NetworkManager says whether what is used costs by its volume; a tool of systemd asks, and starts nothing for that.
+NETWORK_MANAGER = "org.freedesktop.NetworkManager"
+METERED = (
+    "busctl", "--system", "--auto-start=no", "--timeout=2", "get-property",
+    NETWORK_MANAGER, "/org/freedesktop/NetworkManager", NETWORK_MANAGER, "Metered",
+)  # fmt: skip
+YES, NO = ("1", "3"), ("2", "4")  # said by the user, guessed
 
 
 class Machine:
@@ -28,6 +36,7 @@ class Machine:
     def __init__(self, device: str) -> None:
         self._gpu = device.partition(":")[2] or "0" if device.startswith("cuda") else None
         self._before: tuple[float, float, float] | None = None  # seconds, busy core seconds of all, and of ours
+        self._metered: tuple[float, bool | None] | None = None  # when it was asked, and what was said
 
     async def look(self) -> Seen:
         ours = await asyncio.to_thread(_family)
@@ -40,7 +49,13 @@ class Machine:
             self._cpu_of_others(now, sum(ours.values())),
             gpu,
             None if battery is None or battery.power_plugged is None else not battery.power_plugged,
+            await self._is_metered(now),
         )
+
+    async def _is_metered(self, now_s: float) -> bool | None:
+        if self._metered is None or now_s - self._metered[0] >= METERED_EVERY_S:
+            self._metered = (now_s, is_metered(await _said(METERED)))
+        return self._metered[1]
 
     def _cpu_of_others(self, now_s: float, ours_s: float) -> float | None:
         times = psutil.cpu_times()
@@ -66,26 +81,37 @@ def _family() -> dict[int, float]:
 
 async def _gpu_of_others(index: str, ours: Collection[int]) -> float | None:
     """By nvidia-smi, which comes with the driver."""
+    return use_by_others(await _said(("nvidia-smi", "pmon", "-c", "1", "-s", "u", "-i", index)), ours)
+
+
+async def _said(command: Sequence[str]) -> str:
+    """What a tool of the system prints; "" where it is not there, or does not end in time."""
     try:
         process = await asyncio.create_subprocess_exec(
-            "nvidia-smi", "pmon", "-c", "1", "-s", "u", "-i", index,
+            *command,
             stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
             env={"PATH": os.environ.get("PATH", os.defpath)},
         )  # fmt: skip
     except OSError:
-        return None
+        return ""
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(SMI_S):
-            told = await process.stdout.read(MOST_SMI_BYTES)
+        async with asyncio.timeout(TOOL_S):
+            told = await process.stdout.read(MOST_TOOL_BYTES)
             await process.wait()
     except TimeoutError:
-        return None
+        return ""
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-    return use_by_others(told.decode(errors="replace"), ours)
+    return told.decode(errors="replace")
+
+
+def is_metered(told: str) -> bool | None:
+    """Of what `busctl` prints of NetworkManager's property; None where that does not know."""
+    kind, _, value = told.strip().partition(" ")
+    return None if kind != "u" or value not in (*YES, *NO) else value in YES
 
 
 def use_by_others(pmon: str, ours: Collection[int]) -> float | None:

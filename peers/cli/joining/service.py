@@ -21,6 +21,7 @@ from pathlib import Path
 from dht import Token
 from meshcee.errors import JoinError, UsageError
 from meshcee.files import Home, disk
+from peers.cli.joining.notice import known
 from peers.cli.joining.yielding import Hours
 from peers.cli.session import Screen, parse_bytes
 
@@ -220,6 +221,8 @@ def service_of(flags: Mapping[str, object] | None = None, line: str | None = Non
             said += [name] if value is True else [name, str(value)]
     if when := (flags or {}).get("--when"):
         Hours.parse(str(when))  # here, where somebody reads why it means nothing
+    if (cloud := (flags or {}).get("--spot")) is not None:
+        known(str(cloud))
     leave_s, memory = (flags or {}).get("--leave-within"), (flags or {}).get("--memory")
     return Service(
         Home().folder.absolute(),

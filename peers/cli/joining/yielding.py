@@ -60,6 +60,7 @@ class Seen:
     cpu: float | None = None  # share of all cores that others than this peer use
     gpu: float | None = None  # share of the lent GPU's time that others use
     on_battery: bool | None = None
+    metered: bool | None = None  # its network costs by the volume
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,8 @@ def why_yield(seen: Seen, rule: Rule, share: float) -> str:
         return ""
     if seen.on_battery:
         return "this machine runs on its battery"
+    if seen.metered:
+        return "this machine's network is metered"
     if seen.gpu is not None and seen.gpu >= share:
         return f"others use {seen.gpu:.0%} of the GPU"
     if seen.cpu is not None and seen.cpu >= share:

@@ -43,6 +43,7 @@ __all__ = [
     "RunName",
     "ShowUi",
     "ShownRun",
+    "Spot",
     "Stages",
     "Testbed",
     "Threads",
@@ -107,10 +108,18 @@ Yield = Annotated[
     typer.Option(
         "--yield-to-owner",
         envvar="MESHCEE_YIELD_TO_OWNER",
-        help="Leave in order while others use this machine, or it runs on battery; come back when they do not.",
+        help="Leave in order while others use this machine, on battery or a metered network; come back when that is over.",
     ),
 ]
 When = Annotated[str | None, typer.Option(envvar="MESHCEE_WHEN", help="Lend at these hours only, e.g. 20:00-07:00.")]
+Spot = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MESHCEE_SPOT",
+        help="A machine of a cloud that may be taken back: aws, gcp, azure or auto. Leave in order at the cloud's notice.",
+        autocompletion=lambda: ["aws", "gcp", "azure", "auto"],
+    ),
+]
 Name = Annotated[
     str | None, typer.Option(envvar="MESHCEE_NAME", help="Shown to people; default: host name and four letters.")
 ]
@@ -175,6 +184,7 @@ class Lent:
     leave_within: LeaveWithin = None
     yield_to_owner: Yield = False
     when: When = None
+    spot: Spot = None
     dataset: Datasets = None
 
 

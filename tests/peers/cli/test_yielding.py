@@ -12,7 +12,7 @@ import pytest
 
 from meshcee.errors import UsageError
 from meshcee.files import Home
-from peers.cli.joining.owner_use import Machine, use_by_others
+from peers.cli.joining.owner_use import Machine, is_metered, use_by_others
 from peers.cli.joining.staying import Stay, Watch
 from peers.cli.joining.yielding import Hours, Rule, Seen, Standing
 from peers.node import Departure
@@ -60,6 +60,7 @@ def test_what_nobody_can_see_counts_for_nothing() -> None:
     [
         (Seen(0, 12 * 60, 0.1), "this machine is lent at 20:00-07:00 only"),
         (Seen(0, 0, 0.1, on_battery=True), "this machine runs on its battery"),
+        (Seen(0, 0, 0.1, metered=True), "this machine's network is metered"),
         (Seen(0, 0, 0.1, 0.75), "others use 75% of the GPU"),
         (Seen(0, 0, 0.6, 0.1), "others use 60% of the processor"),
         (Seen(0, 0, 0.1, 0.1, False), ""),
@@ -118,6 +119,20 @@ def test_the_gpu_is_used_by_others_as_the_driver_says() -> None:
     assert use_by_others("# gpu pid type sm\n    0    -    -    -\n", {}) == 0.0
     for text in ("", "NVIDIA-SMI has failed", "a b c\n" * 5):
         assert use_by_others(text, {}) is None
+
+
+@pytest.mark.parametrize(("value", "metered"), [(0, None), (1, True), (2, False), (3, True), (4, False), (9, None)])
+async def test_the_network_is_metered_as_the_system_says(
+    value: int, metered: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "busctl"
+    tool.write_text(f'#!/bin/sh\n[ "$8" = Metered ] && echo u {value}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert (await Machine("cpu").look()).metered is metered
+    tool.write_text("#!/bin/sh\necho Failed to get property >&2; exit 1\n")
+    assert (await Machine("cpu").look()).metered is None
+    assert is_metered('s "1"') is None
 
 
 async def test_this_machine_is_looked_at() -> None:
