@@ -17,7 +17,8 @@ from meshcee import __version__
 from meshcee.files import Home, dumps
 from peers.cli.doctor import machine
 from peers.cli.doctor.facts import Device, Exactness, Facts, Guards, Invite, Mesh, Refused, Unseen
-from peers.cli.doctor.judge import Finding, judge
+from peers.cli.doctor.finding import Finding
+from peers.cli.doctor.judge import judge
 from peers.cli.session import Screen, configure_logging
 
 __all__ = ["run_doctor", "show"]
@@ -88,8 +89,8 @@ def _sum(findings: Sequence[Finding], took_s: float) -> str:
 
 
 async def _gather(token: str | None, invite: Token | None, home: Home) -> Facts:
-    """Before this process starts helpers of its own, those of others are counted. The rest runs side by side."""
-    processes = _seen(machine.processes)
+    """Before this process starts helpers of its own or computes, those of others are counted. The rest runs side by side."""
+    processes, shared = _seen(machine.processes), await asyncio.to_thread(_seen, machine.shared)
     packages = await asyncio.to_thread(machine.packages)
     device = _seen(machine.device)
     async with asyncio.TaskGroup() as group:
@@ -110,6 +111,7 @@ async def _gather(token: str | None, invite: Token | None, home: Home) -> Facts:
         _seen(lambda: machine.passes(home)),
         processes,
         exactness.result(),
+        shared,
         mesh.result(),
         Invite(grant.root, grant.role, grant.expires_at) if invite is not None and (grant := invite.grant) else None,
     )

@@ -13,6 +13,7 @@ from meshcee.figures import Versions
 
 __all__ = [
     "Device",
+    "Door",
     "Exactness",
     "Facts",
     "Folder",
@@ -28,6 +29,7 @@ __all__ = [
     "Pass",
     "Process",
     "Refused",
+    "Shared",
     "Unseen",
 ]
 
@@ -72,6 +74,18 @@ class Memory:
     available: int
     limit: int | None = None
     free: int | None = None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What other processes use of this machine at one moment: cores of all, bytes of all, and those that use most of each."""
+
+    cores: int
+    busy: float
+    total: int
+    used: int
+    by_cores: tuple[tuple[str, float], ...] = ()
+    by_bytes: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -175,6 +189,7 @@ class Neighbour:
     kernels, prints  its kernel class, and the fingerprints that it tells; {}: none
     link, mtu        the way to it from here; bytes of the largest packet that goes there whole
     sees             the address at which it sees this machine
+    direct           whether tensors to it take TCP connections of their own
     """
 
     name: str
@@ -189,18 +204,32 @@ class Neighbour:
     link: Link | None = None
     mtu: int | None = None
     sees: str = ""
+    direct: bool | None = None
+
+
+@dataclass(frozen=True)
+class Door:
+    """A TCP port of this machine that peers of other machines were asked to dial: of which peer here, where, who was asked, and by
+    whom it was reached."""
+
+    port: int
+    of: str  # "" where no peer runs here: a free port
+    host: str
+    asked: tuple[str, ...]
+    reached_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Mesh:
     """As the one sees it that was joined. `off` says whose clock is ahead; `root` whose signature makes members; `ours` are the
-    addresses of this machine's interfaces.
+    addresses of this machine's interfaces; `doors` its ports, as others find them.
     """
 
     root: str
     peers: tuple[Neighbour, ...]
     off: str = ""
     ours: tuple[str, ...] = ()
+    doors: tuple[Door, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -230,5 +259,6 @@ class Facts:
     passes: tuple[Pass, ...] | Unseen
     processes: tuple[Process, ...] | Unseen
     exactness: Exactness | Unseen
+    shared: Shared | Unseen
     mesh: Mesh | Refused | None = None
     invite: Invite | None = None

@@ -12,8 +12,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from meshcee import errors
 from meshcee.config import Limits
@@ -35,28 +34,26 @@ from peers.cli.doctor.facts import (
     Pass,
     Process,
     Refused,
+    Shared,
     Unseen,
 )
-from peers.cli.session import SETTINGS, printable
+from peers.cli.doctor.finding import GIB, Finding, bad, clean, count, ok, size, span, unknown, warn
+from peers.cli.doctor.judge_mesh import clock, neighbours
+from peers.cli.session import SETTINGS
 
-__all__ = ["Finding", "Level", "judge"]
+__all__ = ["judge"]
 
 T = TypeVar("T")
-Level = Literal["ok", "warn", "bad", "unknown"]
 
-GIB = 1 << 30
 LEAST_BYTES = Limits().check_bytes  # the process that checks graphs may take so much
 LITTLE_BYTES = 4 * LEAST_BYTES
 LENT_SHARE = 0.5  # of the available memory: peers.device.profile lends so much of a CPU's machine
+BUSY_SHARE, HELD_SHARE = 0.5, 0.75  # of all cores, and of all memory, from which others are in a peer's way
 LEAST_DISK_BYTES, LITTLE_DISK_BYTES = GIB // 16, 5 * GIB  # an identity and a log; two checkpoints of a middling model
 FEW_FILES, LEAST_FILES = 1024, 128  # a stream may take a dozen connections
 SLOW_LOOKUP_S = 2.0
 SPINS_LONGER = 100  # times what meshcee sets itself
-SOON_S, LONGEST_S = 86400.0, 1e6 * 86400.0
-UNITS = ((86400.0, "day"), (3600.0, "hour"), (60.0, "minute"))
-SAGS, LATER_S = 2.0, 0.01  # times slower than told, or later; of latency, this much more besides
-LEAST_MTU, USUAL_MTU = 1280, 1500  # of IPv6, and of Ethernet
-MOST_CHARS = 400
+SOON_S = 86400.0
 MOST_PASSES = 4
 MOST_NAMED = 8
 LIMITING = ("OMP_NUM_THREADS", "OMP_THREAD_LIMIT", "MKL_NUM_THREADS", "MESHCEE_THREADS")
@@ -71,34 +68,6 @@ MENDS_GUARD = {
 }
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at. `error` is the class whose exit code it stands for, where it is bad."""
-
-    level: Level
-    group: str
-    what: str
-    detail: str
-    mend: str = ""
-    error: type[errors.MeshceeError] | None = None
-
-
-def _ok(group: str, what: str, detail: str) -> Finding:
-    return Finding("ok", group, what, detail)
-
-
-def _unknown(group: str, what: str, detail: str) -> Finding:
-    return Finding("unknown", group, what, detail)
-
-
-def _warn(group: str, what: str, detail: str, mend: str) -> Finding:
-    return Finding("warn", group, what, detail, mend)
-
-
-def _bad(group: str, what: str, detail: str, mend: str, error: type[errors.MeshceeError]) -> Finding:
-    return Finding("bad", group, what, detail, mend, error)
-
-
 def judge(facts: Facts) -> list[Finding]:
     """In the order in which they are printed."""
     found = [
@@ -106,43 +75,25 @@ def judge(facts: Facts) -> list[Finding]:
         _versions(facts.versions, facts.mesh),
         *_group("device", "processor", facts.device, _device),
         *_group("device", "memory", facts.memory, _memory),
+        *_group("device", "shared", facts.shared, _shared),
         *(_folder(folder) for folder in facts.folders),
         _files(*facts.files),
         *_group("network", "ports", facts.network, _network),
-        _clock(facts.mesh),
-        *_neighbours(facts.mesh),
+        clock(facts.mesh),
+        *neighbours(facts.mesh),
         *_group("guards", "worker", facts.guards, _guards),
         *_invite(facts.invite, facts.passes, facts.now),
         *_group("membership", "certificates", facts.passes, lambda found: _passes(found, facts.now, facts.mesh)),
-        *_group("processes", "meshcee", facts.processes, _processes),
+        *_group("processes", "meshcee", facts.processes, lambda found: _processes(found, facts.mesh)),
         *_group("exactness", "self-test", facts.exactness, lambda found: _exactness(found, facts.mesh)),
     ]
-    return [_clean(finding) for finding in found]
+    return [clean(finding) for finding in found]
 
 
 def _group(group: str, what: str, facts: T | Unseen, look: Callable[[T], Iterable[Finding]]) -> Iterable[Finding]:
     if isinstance(facts, Unseen):
-        return [_unknown(group, what, f"not looked at: {facts.why}")]
+        return [unknown(group, what, f"not looked at: {facts.why}")]
     return look(facts)
-
-
-def _sentence(text: str) -> str:
-    """One line, printable, of bounded length, without the end of a sentence inside."""
-    one = re.sub(r"[.!?]+\s+", "; ", printable(" ".join(text.split())).replace("\n", " ").strip())
-    return one if len(one) <= MOST_CHARS else one[: MOST_CHARS - 1] + "…"
-
-
-def _clean(finding: Finding) -> Finding:
-    what, detail, mend = map(_sentence, (finding.what, finding.detail, finding.mend))
-    return replace(finding, what=what or "?", detail=detail or "nothing is told", mend=mend)
-
-
-def _size(count: float) -> str:
-    return f"{count / GIB:.1f} GiB" if abs(count) >= GIB // 10 else f"{count / (1 << 20):.0f} MiB"
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
 
 
 # -- software
@@ -150,29 +101,29 @@ def _count(count: int, what: str) -> str:
 
 def _package(package: Package) -> Finding:
     if not package.problem:
-        return _ok("software", package.name, package.version or "runs")
+        return ok("software", package.name, package.version or "runs")
     mend = MENDS_PACKAGE.get(package.name, f"pip install --force-reinstall {shlex.quote(package.name)}")
-    return _bad("software", package.name, f"cannot be used: {package.problem}", mend, errors.JoinError)
+    return bad("software", package.name, f"cannot be used: {package.problem}", mend, errors.JoinError)
 
 
 def _versions(ours: Versions, mesh: Mesh | Refused | None) -> Finding:
     text = f"meshcee {ours.meshcee}, Python {ours.python}, torch {ours.torch}"
     if (outside := ours.outside()) is not None:
-        return _warn("software", "versions", f"this machine runs {outside}", _supported())
+        return warn("software", "versions", f"this machine runs {outside}", _supported())
     known = [p for p in mesh.peers if p.versions is not None and not p.here] if isinstance(mesh, Mesh) else []
     unlike = [
         (p.name, why, p.versions) for p in known if p.versions and (why := ours.unlike(p.versions, f"{p.name} has"))
     ]
     if unlike:
         (release, _), *_ = Counter(v.torch_release for _, _, v in unlike).most_common()
-        return _warn(
+        return warn(
             "software",
             "versions",
             f"unlike those of {len(unlike)} of {len(known)} peers, so jobs leave one of them out: this machine runs {unlike[0][1]}",
             f"pip install torch=={shlex.quote(release)} here, and the same meshcee as there; or train with --mix versions",
         )
-    like = f", as {_count(len(known), 'peer')} of other machines" if known else ""
-    return _ok("software", "versions", text + like)
+    like = f", as {count(len(known), 'peer')} of other machines" if known else ""
+    return ok("software", "versions", text + like)
 
 
 def _supported() -> str:
@@ -187,11 +138,11 @@ def _supported() -> str:
 
 
 def _device(device: Device) -> Iterator[Finding]:
-    yield _ok("device", "kernel class", f"{device.kernels}; --device auto takes {device.chosen}")
+    yield ok("device", "kernel class", f"{device.kernels}; --device auto takes {device.chosen}")
     yield _cuda(device)
     yield _threads(device)
     if spinning := _spinning(device.environment):
-        yield _warn(
+        yield warn(
             "device",
             "waiting threads",
             f"{spinning} makes threads that wait keep their cores busy, and other peers here need them",
@@ -200,7 +151,7 @@ def _device(device: Device) -> Iterator[Finding]:
     if pins := [
         name for name in PINNING if device.environment.get(name, "false").lower() not in ("", "false", "disabled")
     ]:
-        yield _warn(
+        yield warn(
             "device",
             "pinned threads",
             f"{pins[0]} binds threads to cores: those of several peers to the same ones",
@@ -211,24 +162,24 @@ def _device(device: Device) -> Iterator[Finding]:
 def _cuda(device: Device) -> Finding:
     what = "CUDA"
     if device.cuda_devices:
-        return _ok("device", what, f"{', '.join(device.cuda_devices)}; driver {device.driver or 'of unknown version'}")
+        return ok("device", what, f"{', '.join(device.cuda_devices)}; driver {device.driver or 'of unknown version'}")
     if not device.cards and not device.driver:
-        return _ok("device", what, "no NVIDIA card is here: the processor computes")
+        return ok("device", what, "no NVIDIA card is here: the processor computes")
     if not device.driver:
-        return _warn(
+        return warn(
             "device",
             what,
-            f"no driver is here for {_count(device.cards, 'NVIDIA card')}",
+            f"no driver is here for {count(device.cards, 'NVIDIA card')}",
             "install NVIDIA's driver, or start the container with --gpus all",
         )
     if not device.cuda_build:
-        return _warn(
+        return warn(
             "device",
             what,
             f"a driver is here ({device.driver}), and this torch was built without CUDA",
             "install torch with the index that pytorch.org names for CUDA",
         )
-    return _warn(
+    return warn(
         "device",
         what,
         f"torch for CUDA {device.cuda_build} finds no device under the driver {device.driver}",
@@ -242,18 +193,18 @@ def _threads(device: Device) -> Finding:
         if device.quota is not None and math.isfinite(device.quota)
         else device.cores
     )
-    text = f"torch computes with {_count(device.threads, 'thread')}, and this process may use {_count(may, 'core')}"
+    text = f"torch computes with {count(device.threads, 'thread')}, and this process may use {count(may, 'core')}"
     if device.threads > may:
-        return _warn("device", "threads", text, f"start peers with --threads {may}")
+        return warn("device", "threads", text, f"start peers with --threads {may}")
     said = [name for name in LIMITING if device.environment.get(name)]
     if device.threads < may and said:
-        return _warn(
+        return warn(
             "device",
             "threads",
             f"{text}: {said[0]} limits them",
             f"unset {said[0]}, or start peers with --threads {may}",
         )
-    return _ok("device", "threads", text)
+    return ok("device", "threads", text)
 
 
 def _spinning(environment: Mapping[str, str]) -> str:
@@ -270,32 +221,51 @@ def _spinning(environment: Mapping[str, str]) -> str:
 
 def _memory(memory: Memory) -> Iterator[Finding]:
     free = memory.available if memory.free is None else min(memory.available, memory.free)
-    text = f"{_size(free)} of {_size(memory.total)} are free"
+    text = f"{size(free)} of {size(memory.total)} are free"
     if memory.limit is not None:
-        text += f", within a limit of {_size(memory.limit)} (a container, or ulimit -v)"
+        text += f", within a limit of {size(memory.limit)} (a container, or ulimit -v)"
     mend = "end what takes memory (`ps aux --sort=-rss` lists it), or raise the limit (ulimit -v unlimited, or the container's)"
     if free < LEAST_BYTES:
-        detail = f"{text}: the process that checks graphs may take {_size(LEAST_BYTES)} alone"
-        yield _bad("device", "memory", detail, mend, errors.PlanError)
+        detail = f"{text}: the process that checks graphs may take {size(LEAST_BYTES)} alone"
+        yield bad("device", "memory", detail, mend, errors.PlanError)
     elif free < LITTLE_BYTES:
-        yield _warn("device", "memory", text, mend)
+        yield warn("device", "memory", text, mend)
     elif memory.free is not None and memory.available * LENT_SHARE > memory.free:
-        detail = f"{text}: a peer would lend {_size(memory.available * LENT_SHARE)}, and the limit leaves less"
-        yield _warn(
+        detail = f"{text}: a peer would lend {size(memory.available * LENT_SHARE)}, and the limit leaves less"
+        yield warn(
             "device",
             "memory",
             detail,
             f"start peers with --memory {max(1, round(memory.free * LENT_SHARE / (1 << 20)))}MiB",
         )
     else:
-        yield _ok("device", "memory", text)
+        yield ok("device", "memory", text)
+
+
+def _shared(found: Shared) -> Iterator[Finding]:
+    """With all others on this machine, of meshcee or not."""
+    most = ", ".join(f"{name}: {busy:.1f}" for name, busy in found.by_cores)
+    text = f"others use {found.busy:.1f} of {count(found.cores, 'core')} now" + (f" ({most})" if most else "")
+    if found.busy >= BUSY_SHARE * found.cores:
+        left = max(1, math.floor(found.cores - found.busy))
+        mend = f"start peers with --threads {left}, or with --yield-to-owner; or end what computes (`top` lists it)"
+        yield warn("device", "shared cores", f"{text}, so a step here takes longer than the plan counts on", mend)
+    else:
+        yield ok("device", "shared cores", text)
+    most = ", ".join(f"{name}: {size(held)}" for name, held in found.by_bytes)
+    text = f"others hold {size(found.used)} of {size(found.total)}" + (f" ({most})" if most else "")
+    if found.used >= HELD_SHARE * found.total:
+        mend = "end what takes memory (`ps aux --sort=-rss` lists it), or start peers with --memory of what they leave"
+        yield warn("device", "shared memory", f"{text}, and what they take next a stage lacks", mend)
+    else:
+        yield ok("device", "shared memory", text)
 
 
 def _folder(folder: Folder) -> Finding:
-    text = f"{folder.path} has {_size(folder.free)} free"
+    text = f"{folder.path} has {size(folder.free)} free"
     name = "MESHCEE_HOME" if folder.what == "home" else "TMPDIR"
     if folder.problem:
-        return _bad(
+        return bad(
             "files",
             folder.what,
             f"{folder.path} cannot be written: {folder.problem}",
@@ -303,19 +273,19 @@ def _folder(folder: Folder) -> Finding:
             errors.UsageError,
         )
     if folder.free < LEAST_DISK_BYTES:
-        return _bad(
+        return bad(
             "files", folder.what, text, f"make room, or set {name} to a folder on another disk", errors.UsageError
         )
     if folder.free < LITTLE_DISK_BYTES:
         mend = f"make room (`meshcee run list` shows old runs), or set {name} to a folder on another disk"
-        return _warn("files", folder.what, f"{text}, and checkpoints take room", mend)
-    return _ok("files", folder.what, f"{text} and can be written")
+        return warn("files", folder.what, f"{text}, and checkpoints take room", mend)
+    return ok("files", folder.what, f"{text} and can be written")
 
 
 def _files(soft: int, hard: int) -> Finding:
     what, text = "open files", f"a process may open {soft} files at once" if soft >= 0 else "without limit"
     if soft < 0 or soft >= FEW_FILES:
-        return _ok("files", what, text)
+        return ok("files", what, text)
     raises = hard < 0 or hard >= FEW_FILES
     mend = (
         f"ulimit -n {4 * FEW_FILES if hard < 0 else min(hard, 4 * FEW_FILES)}"
@@ -323,8 +293,8 @@ def _files(soft: int, hard: int) -> Finding:
         else (f"raise nofile to {4 * FEW_FILES} in /etc/security/limits.conf, or --ulimit nofile of the container")
     )
     if soft < LEAST_FILES:
-        return _bad("files", what, text, mend, errors.JoinError)
-    return _warn("files", what, f"{text}: a mesh of many peers takes more", mend)
+        return bad("files", what, text, mend, errors.JoinError)
+    return warn("files", what, f"{text}: a mesh of many peers takes more", mend)
 
 
 # -- network
@@ -334,7 +304,7 @@ def _network(network: Network) -> Iterator[Finding]:
     if refused := {kind: why for kind, why in network.binds.items() if why}:
         kind, why = next(iter(refused.items()))
         detail = f"{kind} on 127.0.0.1 is refused: {why}"
-        yield _bad(
+        yield bad(
             "network",
             "loopback",
             detail,
@@ -342,141 +312,23 @@ def _network(network: Network) -> Iterator[Finding]:
             errors.JoinError,
         )
     else:
-        yield _ok("network", "loopback", f"{' and '.join(network.binds) or 'nothing'} can be bound")
+        yield ok("network", "loopback", f"{' and '.join(network.binds) or 'nothing'} can be bound")
     for where, why in network.ports.items():
         if why:
             mend = (
                 "end what listens there (`ss -ltnp` names it), or start the peer with another --listen or --direct-port"
             )
-            yield _bad("network", "port", f"{where}: {why}", mend, errors.JoinError)
+            yield bad("network", "port", f"{where}: {why}", mend, errors.JoinError)
         else:
-            yield _ok("network", "port", f"{where} can be listened on")
-    yield _ok("network", "IPv6", f"none here ({network.ipv6}): IPv4 is used" if network.ipv6 else "present")
+            yield ok("network", "port", f"{where} can be listened on")
+    yield ok("network", "IPv6", f"none here ({network.ipv6}): IPv4 is used" if network.ipv6 else "present")
     mend = f"write 127.0.1.1 {shlex.quote(network.host)} into /etc/hosts, or mend /etc/resolv.conf"
     if network.lookup:
-        yield _warn("network", "host name", f"{network.host!r} is not found: {network.lookup}", mend)
+        yield warn("network", "host name", f"{network.host!r} is not found: {network.lookup}", mend)
     elif network.lookup_s > SLOW_LOOKUP_S:
-        yield _warn("network", "host name", f"the look-up of {network.host!r} took {network.lookup_s:.1f} s", mend)
+        yield warn("network", "host name", f"the look-up of {network.host!r} took {network.lookup_s:.1f} s", mend)
     else:
-        yield _ok("network", "host name", f"{network.host!r} is found")
-
-
-def _clock(mesh: Mesh | Refused | None) -> Finding:
-    mend = "set the clock by NTP (timedatectl set-ntp true), here or on the machine that is named"
-    off = mesh.off if isinstance(mesh, Mesh) else mesh.why if mesh is not None and mesh.error == "ClockError" else ""
-    if off:
-        return _bad("mesh", "clock", off, mend, errors.ClockError)
-    if mesh is None:
-        return _unknown("mesh", "clock", "there is nothing to compare it with: add --join LINE")
-    if isinstance(mesh, Refused) or not mesh.peers:
-        return _unknown("mesh", "clock", "no peer's record was read to compare it with")
-    return _ok("mesh", "clock", f"agrees with the records of {_count(len(mesh.peers), 'peer')}")
-
-
-def _neighbours(mesh: Mesh | Refused | None) -> Iterator[Finding]:
-    if mesh is None:
-        yield _unknown("mesh", "reach", "whether peers and this machine reach each other: add --join LINE")
-        return
-    if isinstance(mesh, Refused):
-        kind = getattr(errors, mesh.error) if mesh.error in errors.__all__ else errors.JoinError
-        if kind is not errors.ClockError:
-            mend = (
-                "ask for a new line: `meshcee invite` on an admin's machine"
-                if kind is errors.NotPermittedError
-                else "start `meshcee peer` there, open its port in both firewalls, or ask for a fresh line (`meshcee token`)"
-            )
-            yield _bad("mesh", "join", f"the mesh was not joined: {mesh.why}", mend, kind)
-        return
-    yield _ok("mesh", "join", f"it has {_count(len(mesh.peers), 'peer')} that lend a device")
-    far, here = [p for p in mesh.peers if not p.here], [p for p in mesh.peers if p.here]
-    for peer in far:
-        if peer.answers is False:
-            yield _warn(
-                "mesh",
-                "direct path",
-                f"{peer.name} does not answer at {', '.join(peer.addresses[:2]) or 'any address'}",
-                "open that port in the firewall there, or start the peer there with --listen and --announce of an open one",
-            )
-    if answer := sum(p.answers is True for p in far):
-        yield _ok("mesh", "direct path", f"{answer} of {len(far)} peers of other machines answer at their addresses")
-    for peer in far:
-        yield from _link(peer)
-    yield from _packets(far)
-    yield from _translation(mesh.ours, here, far)
-    if not here or not far:
-        whose = "other machines" if here else "this machine"
-        yield _unknown("mesh", "reach", f"no peer of {whose} is there, so nobody has measured a link to here")
-    for peer in here:
-        if far and peer.measured_by == 0:
-            yield _warn(
-                "mesh",
-                "reach",
-                f"no other machine has measured a link to {peer.name}, which runs here",
-                "wait a minute after its start; then open its port, or start it with --listen and --announce of an open one",
-            )
-        elif far:
-            yield _ok(
-                "mesh", "reach", f"{_count(peer.measured_by, 'peer')} of other machines measured a link to {peer.name}"
-            )
-
-
-def _link(peer: Neighbour) -> Iterator[Finding]:
-    """As it is now beside what a peer of this machine tells, by which jobs are planned."""
-    link, what = peer.link, f"link to {peer.name}"
-    if link is None:
-        return
-    told = f"{_speed(*link.record)} by the record of a peer here, {_span(link.record_age_s)} ago" if link.record else ""
-    if link.now is None:
-        why = link.problem or "that peer trains, and its steps need the line"
-        yield _unknown("mesh", what, f"not measured now: {why}" + (f"; {told}" if told else ""))
-        return
-    text = f"{_speed(*link.now)} now" + (f"; {told}" if told else "")
-    if link.record and (link.now[1] < link.record[1] / SAGS or link.now[0] > SAGS * link.record[0] + LATER_S):
-        mend = "end what else uses the line (`ss -tip` lists connections), or wait: within 8 minutes peers tell what it is now"
-        yield _warn("mesh", what, f"it sags: {text}", mend)
-    else:
-        yield _ok("mesh", what, text)
-
-
-def _speed(latency_s: float, bytes_per_s: float) -> str:
-    return f"{8e-6 * bytes_per_s:.3g} Mbit/s and {1e3 * latency_s:.3g} ms"
-
-
-def _packets(far: Sequence[Neighbour]) -> Iterator[Finding]:
-    known = [(peer.mtu, peer) for peer in far if peer.mtu is not None]
-    for mtu, peer in known:
-        if mtu < LEAST_MTU:
-            mend = "ip link set dev DEVICE mtu 1500, here or at the tunnel on the way; `ip route get ADDRESS` names the device"
-            detail = f"packets to {peer.name} have {mtu} bytes at most, and some networks cut or drop what is below {LEAST_MTU}"
-            yield _warn("mesh", "MTU", detail, mend)
-    if good := [mtu for mtu, _ in known if mtu >= LEAST_MTU]:
-        small = ": a tunnel is on the way, and TCP fits itself to it" if min(good) < USUAL_MTU else ""
-        yield _ok(
-            "mesh",
-            "MTU",
-            f"packets of {min(good)} bytes reach {_count(len(good), 'peer')} of other machines whole{small}",
-        )
-
-
-def _translation(ours: Sequence[str], here: Sequence[Neighbour], far: Sequence[Neighbour]) -> Iterator[Finding]:
-    """Whether a router gives this machine another address outside."""
-    seen = [peer for peer in far if peer.sees]
-    if not seen:
-        return
-    strange = [peer for peer in seen if peer.sees not in ours]
-    if not strange:
-        yield _ok("mesh", "NAT", f"none: {seen[0].name} sees this machine at {seen[0].sees}, its own address")
-        return
-    outside = strange[0].sees
-    text = f"behind a router: {strange[0].name} sees this machine at {outside}, which is no address of its own"
-    if len({peer.sees for peer in strange}) > 1:
-        text += f", and {strange[-1].name} at {strange[-1].sees}"
-    if here and not any(outside in address.split("/") for peer in here for address in peer.addresses):
-        place = f"[{outside}]" if ":" in outside else outside
-        mend = f"let TCP port 4001 in at the router, and start the peer here with --listen 0.0.0.0:4001 --announce {place}:4001"
-        yield _warn("mesh", "NAT", f"{text}, and no peer here announces it", mend)
-    else:
-        yield _ok("mesh", "NAT", text)
+        yield ok("network", "host name", f"{network.host!r} is found")
 
 
 # -- guards, memberships, processes
@@ -484,7 +336,7 @@ def _translation(ours: Sequence[str], here: Sequence[Neighbour], far: Sequence[N
 
 def _guards(guards: Guards) -> Iterator[Finding]:
     if guards.problem:
-        yield _bad(
+        yield bad(
             "guards",
             "worker",
             f"the process that checks graphs does not start: {guards.problem}",
@@ -493,7 +345,7 @@ def _guards(guards: Guards) -> Iterator[Finding]:
         )
         return
     if guards.got:
-        yield _ok("guards", "worker", f"graphs of others are checked behind {', '.join(guards.got)}")
+        yield ok("guards", "worker", f"graphs of others are checked behind {', '.join(guards.got)}")
     for missing in guards.missing:
         name, _, why = missing.partition(": ")
         mend = MENDS_GUARD.get(name, "update the kernel, or start the container with a profile that allows this guard")
@@ -502,11 +354,11 @@ def _guards(guards: Guards) -> Iterator[Finding]:
             if name == "namespaces" and guards.user_namespaces is not None
             else ""
         )
-        yield _warn("guards", name, f"the kernel refuses this guard: {why or 'no reason is given'}{allowed}", mend)
+        yield warn("guards", name, f"the kernel refuses this guard: {why or 'no reason is given'}{allowed}", mend)
     if guards.possible:
         names = " and ".join(m.partition(":")[0] for m in guards.missing) or "these guards"
         detail = f"a process that checks graphs of others can still {', '.join(guards.possible)}"
-        yield _warn("guards", "worker", detail, f"mend {names}, and join only owners whom you trust until then")
+        yield warn("guards", "worker", detail, f"mend {names}, and join only owners whom you trust until then")
 
 
 def _invite(invite: Invite | None, passes: tuple[Pass, ...] | Unseen, now: float) -> Iterator[Finding]:
@@ -516,52 +368,47 @@ def _invite(invite: Invite | None, passes: tuple[Pass, ...] | Unseen, now: float
     what, ends = "invite", f"it makes a peer {invite.role} here, and {_ends(invite.until, now)}"
     kept = [] if isinstance(passes, Unseen) else passes
     if any(one.mesh == invite.root and not one.problem and one.until > now for one in kept):
-        yield _ok("membership", what, f"{ends}; this machine is a member already")
+        yield ok("membership", what, f"{ends}; this machine is a member already")
     elif invite.until - now < SOON_S:
         mend = (
             "ask an admin for a new line (`meshcee invite`)"
             if invite.until <= now
             else "join with it before, once is enough"
         )
-        yield _warn("membership", what, ends, mend)
+        yield warn("membership", what, ends, mend)
     else:
-        yield _ok("membership", what, ends)
+        yield ok("membership", what, ends)
 
 
 def _ends(until: float, now: float) -> str:
     """When something ends, as a person says it."""
-    span = _span(abs(until - now))
-    return f"ends in {span}, on {_date(until)}" if until > now else f"has ended {span} ago, on {_date(until)}"
-
-
-def _span(seconds: float) -> str:
-    unit_s, unit = next((one for one in UNITS if seconds >= one[0]), UNITS[-1])
-    return _count(int(seconds / unit_s), unit) if seconds < LONGEST_S else "very long"
+    between = span(abs(until - now))
+    return f"ends in {between}, on {_date(until)}" if until > now else f"has ended {between} ago, on {_date(until)}"
 
 
 def _passes(passes: tuple[Pass, ...], now: float, mesh: Mesh | Refused | None) -> Iterator[Finding]:
     if not passes:
-        yield _ok("membership", "certificates", "none lie here yet: the first `meshcee peer` makes one")
+        yield ok("membership", "certificates", "none lie here yet: the first `meshcee peer` makes one")
     for one in passes[:MOST_PASSES]:
         what, joins = f"mesh …{one.mesh[-8:]}", isinstance(mesh, Mesh) and mesh.root == one.mesh
         new = "ask an admin for a new line (`meshcee invite`) and join with it"
         if one.problem:
-            yield _warn("membership", what, f"{one.file}: {one.problem}", f"{new}, or remove the file")
+            yield warn("membership", what, f"{one.file}: {one.problem}", f"{new}, or remove the file")
         elif one.founded:
-            yield _ok("membership", what, "this machine has founded it, and renews its own certificate")
+            yield ok("membership", what, "this machine has founded it, and renews its own certificate")
         elif one.until <= now:
             detail = f"the certificate to {one.role} {_ends(one.until, now)}"
             if joins:
-                yield _bad("membership", what, detail, new, errors.NotPermittedError)
+                yield bad("membership", what, detail, new, errors.NotPermittedError)
             else:
-                yield _warn("membership", what, detail, f"{new}, or remove {one.file}")
+                yield warn("membership", what, detail, f"{new}, or remove {one.file}")
         elif one.until - now < SOON_S:
             mend = "let an admin's peer run for an hour while yours does: it renews the certificate"
-            yield _warn("membership", what, f"the certificate to {one.role} {_ends(one.until, now)}", mend)
+            yield warn("membership", what, f"the certificate to {one.role} {_ends(one.until, now)}", mend)
         else:
-            yield _ok("membership", what, f"the certificate to {one.role} {_ends(one.until, now)}")
+            yield ok("membership", what, f"the certificate to {one.role} {_ends(one.until, now)}")
     if len(passes) > MOST_PASSES:
-        yield _ok("membership", "certificates", f"{len(passes) - MOST_PASSES} older ones lie here too")
+        yield ok("membership", "certificates", f"{len(passes) - MOST_PASSES} older ones lie here too")
 
 
 def _date(seconds: float) -> str:
@@ -571,18 +418,28 @@ def _date(seconds: float) -> str:
         return f"second {seconds:g}"
 
 
-def _processes(found: tuple[Process, ...]) -> Iterator[Finding]:
+def _processes(found: tuple[Process, ...], mesh: Mesh | Refused | None) -> Iterator[Finding]:
     orphans, others = [p for p in found if p.orphan], [p for p in found if not p.orphan]
+    running = [p for p in others if p.what == "meshcee peer"]
+    if isinstance(mesh, Mesh) and len(running) > (known := sum(peer.here for peer in mesh.peers)):
+        yield warn(
+            "processes",
+            "other mesh",
+            f"{count(len(running), 'peer')} of this user run here, and {known} of this mesh: the rest lend the same cores and "
+            "memory to another one",
+            f"end a peer that is not needed (kill {' '.join(str(p.pid) for p in running[:MOST_NAMED])}), or start each with "
+            "--threads and --memory of its share",
+        )
     if orphans:
-        yield _warn(
+        yield warn(
             "processes",
             "orphans",
-            f"{_count(len(orphans), 'helper')} without a peer: {', '.join(f'{p.what} {p.pid}' for p in orphans[:8])}",
+            f"{count(len(orphans), 'helper')} without a peer: {', '.join(f'{p.what} {p.pid}' for p in orphans[:8])}",
             f"kill {' '.join(str(p.pid) for p in orphans)}",
         )
     kinds = Counter(p.what if p.what.startswith("meshcee") else "helpers" for p in others)
     text = ", ".join(f"{what} ({count})" for what, count in sorted(kinds.items(), reverse=True))
-    yield _ok("processes", "meshcee", f"here run: {text}" if text else "nothing else of meshcee runs here")
+    yield ok("processes", "meshcee", f"here run: {text}" if text else "nothing else of meshcee runs here")
 
 
 # -- exactness
@@ -591,7 +448,7 @@ def _processes(found: tuple[Process, ...]) -> Iterator[Finding]:
 def _exactness(test: Exactness, mesh: Mesh | Refused | None) -> Iterator[Finding]:
     rest = "run it again without other load, and if it repeats reinstall torch, then test the memory and the processor"
     if test.error:
-        yield _bad(
+        yield bad(
             "exactness",
             "self-test",
             f"it could not be computed: {test.error}",
@@ -599,9 +456,9 @@ def _exactness(test: Exactness, mesh: Mesh | Refused | None) -> Iterator[Finding
             errors.CaptureError,
         )
     elif test.differs:
-        yield _bad("exactness", "self-test", f"not equal to the plain loop: {test.differs}", rest, errors.UnequalError)
+        yield bad("exactness", "self-test", f"not equal to the plain loop: {test.differs}", rest, errors.UnequalError)
     else:
-        yield _ok("exactness", "self-test", "2 steps on 1 and 2 stages equal the plain loop bit for bit")
+        yield ok("exactness", "self-test", "2 steps on 1 and 2 stages equal the plain loop bit for bit")
     known = [peer for peer in mesh.peers if peer.prints] if isinstance(mesh, Mesh) else []
     for kernels in test.kernels:
         alike = [peer for peer in known if peer.kernels == kernels.of]
@@ -615,11 +472,11 @@ def _kernels(kernels: Kernels, alike: Sequence[Neighbour], rest: str) -> Finding
     if kernels.problem:
         detail = f"they could not be computed: {kernels.problem}"
         mend = f"see whether nvidia-smi lists the card, or lend another device than {kernels.device} (--device cpu)"
-        return _bad("exactness", what, detail, mend, errors.UnequalError)
+        return bad("exactness", what, detail, mend, errors.UnequalError)
     for name, (first, again) in kernels.prints.items():
         if first != again:
             detail = f"{name} computed twice from the same numbers gave {first} and {again}"
-            return _bad("exactness", what, detail, rest, errors.UnequalError)
+            return bad("exactness", what, detail, rest, errors.UnequalError)
     ours = {name: first for name, (first, _) in kernels.prints.items()}
     others = [peer for peer in alike if any(ours.get(name, told) != told for name, told in peer.prints.items())]
     if others:
@@ -627,17 +484,17 @@ def _kernels(kernels: Kernels, alike: Sequence[Neighbour], rest: str) -> Finding
         names = ", ".join(peer.name for peer in others[:MOST_NAMED])
         detail = (
             f"{name} is {ours[name]} here and {others[0].prints[name]} on {others[0].name}, and both are {kernels.of}; "
-            f"{len(others)} of {_count(len(alike), 'peer')} of that class differ ({names})"
+            f"{len(others)} of {count(len(alike), 'peer')} of that class differ ({names})"
         )
         if 2 * len(others) < len(alike):
             one = others[0].name
             mend = f"run meshcee doctor on {one}; until it agrees: meshcee drain {shlex.quote(one)} --join LINE"
-            return _warn("exactness", what, detail, mend)
+            return warn("exactness", what, detail, mend)
         build = shlex.quote(re.sub(r"[^0-9.].*", "", kernels.of.partition("torch ")[2]))
         mend = (
             f"pip install --force-reinstall torch=={build} here and there; until they agree, let one of the two leave"
         )
-        return _bad("exactness", what, detail, mend, errors.UnequalError)
+        return bad("exactness", what, detail, mend, errors.UnequalError)
     told = ", ".join(f"{name} {first}" for name, first in ours.items()) or "no fingerprints"
-    like = f", as {_count(len(alike), 'peer')} of that class" if alike else ""
-    return _ok("exactness", what, f"{told}, on {kernels.of}{like}")
+    like = f", as {count(len(alike), 'peer')} of that class" if alike else ""
+    return ok("exactness", what, f"{told}, on {kernels.of}{like}")

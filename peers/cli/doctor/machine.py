@@ -34,7 +34,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import Versions
 from meshcee.files import Home, is_locked, loads
-from peers.cli.doctor.facts import Device, Folder, Guards, Memory, Network, Package, Pass, Process, Unseen
+from peers.cli.doctor.facts import Device, Folder, Guards, Memory, Network, Package, Pass, Process, Shared, Unseen
 
 __all__ = [
     "Row",
@@ -47,6 +47,7 @@ __all__ = [
     "passes",
     "processes",
     "processes_of",
+    "shared",
     "versions",
 ]
 
@@ -55,6 +56,8 @@ GROUPS = Path("/sys/fs/cgroup")
 NVIDIA, DISPLAY = "0x10de", "0x03"
 P2PD_S, LOOKUP_S = 10.0, 4.0
 PROBE_BYTES = 4096
+MOMENT_S = 0.5  # over which what others compute is counted
+MOST_SHOWN = 3
 
 
 # -- software
@@ -192,6 +195,42 @@ def _droppable(group: Path) -> int:
         rows = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
         return int(rows.get("total_inactive_file", rows.get("inactive_file", "0")))
     return 0
+
+
+def shared() -> Shared:
+    """Blocks for a moment. In a container the processes of others have no names here, and count all the same."""
+    before, busy_before, start_s = _core_seconds(), _busy_s(), time.monotonic()
+    time.sleep(MOMENT_S)
+    after, busy, took_s = _core_seconds(), _busy_s(), time.monotonic() - start_s
+    rest, cores = psutil.virtual_memory(), psutil.cpu_count() or 1
+    ours = psutil.Process()
+    ours_s = after.get(ours.pid, ("", 0.0, 0))[1] - before.get(ours.pid, ("", 0.0, 0))[1]
+    others = {pid: one for pid, one in after.items() if pid != ours.pid}
+    by_cores = [(name, (s - before[pid][1]) / took_s) for pid, (name, s, _) in others.items() if pid in before]
+    by_bytes = [(name, size) for name, _, size in others.values()]
+    return Shared(
+        cores,
+        min(float(cores), max(0.0, (busy - busy_before - ours_s) / took_s)),
+        rest.total,
+        max(0, rest.total - rest.available - ours.memory_info().rss),
+        tuple(sorted((one for one in by_cores if one[1] >= 0.05), key=lambda one: -one[1])[:MOST_SHOWN]),
+        tuple(sorted((one for one in by_bytes if one[1] >= 64 << 20), key=lambda one: -one[1])[:MOST_SHOWN]),
+    )
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0))
+
+
+def _core_seconds() -> dict[int, tuple[str, float, int]]:
+    """By process id: its name with that id, what it has computed, and its memory."""
+    found = {}
+    for process in psutil.process_iter(["name", "cpu_times", "memory_info"]):
+        info = process.info
+        if (times := info["cpu_times"]) is not None and (held := info["memory_info"]) is not None:
+            found[process.pid] = (f"{info['name']} {process.pid}", times.user + times.system, held.rss)
+    return found
 
 
 # -- files
@@ -392,7 +431,10 @@ def _process(row: Row, parent: Row | None) -> Process | None:
         return Process(row.pid, "p2pd", not cared)
     for place, argument in enumerate(arguments[:4]):
         if Path(argument).name == "meshcee" and "=" not in argument:
-            return Process(row.pid, f"meshcee {_argument(arguments, place + 1)}".strip())
+            words = [word for word in arguments[place + 1 : place + 3] if word]
+            if words[:1] != ["peer"] or words[1:2] == [] or words[1].startswith("-"):
+                words = words[:1]  # `meshcee peer logs` lends nothing
+            return Process(row.pid, " ".join(["meshcee", *words]))
     return None
 
 

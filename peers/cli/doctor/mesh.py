@@ -16,7 +16,7 @@ from meshcee.errors import unwrap
 from meshcee.figures.kernels import class_of
 from meshcee.files import Home
 from peers.cli.doctor.facts import Mesh, Neighbour, Refused
-from peers.cli.doctor.paths import interfaces, with_paths
+from peers.cli.doctor.paths import doors, interfaces, with_paths
 from peers.device import host_id
 from peers.node import JoinOptions, join
 from peers.node.agent import Agent
@@ -36,8 +36,9 @@ async def look_at_mesh(token: str, home: Home) -> Mesh | Refused:
             off = agent.directory.off
             found = neighbours(agent)
             found = dict(zip(found, await dialled(list(found.values())), strict=True))
+            opened = await doors(agent, found)
             found_paths = await with_paths(agent, found)
-            return Mesh(agent.members.root, found_paths, off or agent.directory.off, interfaces())
+            return Mesh(agent.members.root, found_paths, off or agent.directory.off, interfaces(), opened)
     except Exception as group:
         error = unwrap(group)
         return Refused(type(error).__name__, str(error) or repr(error))

@@ -7,6 +7,7 @@ line for itself. A peer that trains is not probed: its steps need the line.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,13 +18,15 @@ import psutil
 from dht import dialable, host_of
 from meshcee.errors import MeshceeError
 from meshcee.figures import LinkProfile
-from peers.cli.doctor.facts import Link, Neighbour
+from peers.cli.doctor.facts import Door, Link, Neighbour
 from peers.measure.probe import LIGHT_S, probe_link
 from peers.node.agent import Agent
 from peers.transport import StreamClosed, Transport
+from peers.transport.bundle import Bundle
+from peers.transport.p2p.dial_back import MOST_PORTS, Knocked, knocked_from
 from peers.transport.seen import seen_from
 
-__all__ = ["interfaces", "mtu_to", "with_paths"]
+__all__ = ["doors", "interfaces", "mtu_to", "ports_here", "with_paths"]
 
 MOST_PEERS = 4
 ALL_S, EACH_S, SEEN_S = 12.0, 5.0, 10.0
@@ -43,16 +46,17 @@ def interfaces() -> tuple[str, ...]:
 
 async def with_paths(agent: Agent, peers: Mapping[str, Neighbour]) -> tuple[Neighbour, ...]:
     """The same peers, by id, with what was found out of the way to the first few of other machines."""
-    others = (peer for peer, one in peers.items() if not one.here)
-    far = sorted(others, key=lambda peer: peers[peer].answers is not True)[:MOST_PEERS]
+    far = _far(peers)
     told, found = _recorded(agent, peers), dict(peers)
 
     async def ask(peer: str) -> None:
         addresses = peers[peer].addresses
         mtu = await asyncio.to_thread(_mtu, addresses)
-        direct = peers[peer].answers  # a stream that another passes on comes from nowhere
-        sees = await _seen(agent.transport, peer, addresses) if direct else ""
-        found[peer] = replace(found[peer], sees=sees, mtu=mtu)
+        sees, direct = "", None
+        if peers[peer].answers:  # a stream that another passes on comes from nowhere
+            sees = await _seen(agent.transport, peer, addresses)
+            direct = await _is_direct(agent.transport, peer, addresses)
+        found[peer] = replace(found[peer], sees=sees, mtu=mtu, direct=direct)
 
     await asyncio.gather(*map(ask, far))
     with suppress(TimeoutError):
@@ -63,6 +67,64 @@ async def with_paths(agent: Agent, peers: Mapping[str, Neighbour]) -> tuple[Neig
                     link = await _probed(agent.transport, peer, peers[peer].addresses, link)
                 found[peer] = replace(found[peer], link=link)
     return tuple(found.values())
+
+
+def _far(peers: Mapping[str, Neighbour]) -> list[str]:
+    """The first few of other machines, those that answer before those that do not."""
+    others = (peer for peer, one in peers.items() if not one.here)
+    return sorted(others, key=lambda peer: peers[peer].answers is not True)[:MOST_PEERS]
+
+
+async def doors(
+    agent: Agent, peers: Mapping[str, Neighbour], environment: Mapping[str, str] = os.environ
+) -> tuple[Door, ...]:
+    """Ports of this machine, dialled by peers of other machines."""
+    ports = ports_here([one for one in peers.values() if one.here], agent.transport.addresses, environment)
+    asked = [peer for peer in _far(peers) if peers[peer].answers]
+    told = await asyncio.gather(
+        *(_knocked(agent.transport, peer, peers[peer].addresses, list(ports)) for peer in asked)
+    )
+    said = [(peers[peer].name, one) for peer, one in zip(asked, told, strict=True) if one is not None and one.host]
+    hosts = {name: one.host for name, one in said}
+    return tuple(
+        Door(port, of, next((hosts[name] for name in by or hosts), ""), tuple(hosts), by)
+        for port, of in ports.items()
+        for by in (tuple(name for name, one in said if port in one.answered),)
+    )
+
+
+def ports_here(here: Sequence[Neighbour], own: Sequence[str], environment: Mapping[str, str]) -> dict[int, str]:
+    """TCP ports at which peers of this machine are reached, and the name of each peer. Where none runs, that of this command's own
+    daemon, under "": a port that the system has chosen, as a peer's is that is told none."""
+    found = {port: peer.name for peer in here for address in dialable(peer.addresses) if (port := _tcp(address))}
+    if here and (direct := environment.get("MESHCEE_DIRECT_PORT", "")).isdecimal() and 0 < int(direct) < 65536:
+        found[int(direct)] = f"{here[0].name}, for tensors"
+    if not here:
+        found = {port: "" for address in dialable(own) if (port := _tcp(address))}
+    return dict(list(found.items())[:MOST_PORTS])
+
+
+def _tcp(address: str) -> int:
+    parts = address.split("/")
+    return int(parts[4]) if len(parts) > 4 and parts[3] == "tcp" and parts[4].isdecimal() else 0
+
+
+async def _knocked(transport: Transport, peer: str, addresses: Sequence[str], ports: Sequence[int]) -> Knocked | None:
+    with suppress(TimeoutError, MeshceeError, StreamClosed):  # an older peer dials nobody
+        async with asyncio.timeout(SEEN_S):
+            return await knocked_from(transport, peer, addresses, ports)
+    return None
+
+
+async def _is_direct(transport: Transport, peer: str, addresses: Sequence[str]) -> bool | None:
+    """Whether a stream for tensors leaves libp2p's daemon."""
+    with suppress(TimeoutError, MeshceeError, StreamClosed):
+        async with asyncio.timeout(SEEN_S):
+            stream = await transport.open(peer, "probe", addresses)
+        is_direct = isinstance(getattr(stream, "transport", None), Bundle)
+        await stream.aclose()
+        return is_direct
+    return None
 
 
 def _recorded(agent: Agent, peers: Mapping[str, Neighbour]) -> dict[str, Link]:

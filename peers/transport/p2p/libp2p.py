@@ -24,6 +24,7 @@ from meshcee.errors import JoinError, UsageError
 from peers.transport.direct import Direct
 from peers.transport.endpoint import Endpoint
 from peers.transport.frame import FRAME_VERSION
+from peers.transport.p2p.dial_back import KNOCK, Knocking
 from peers.transport.p2p.relay import Relayed
 from peers.transport.seen import SEEN, tell_whence
 from peers.transport.stream import FramedStream, short
@@ -62,6 +63,7 @@ class Libp2pTransport(Endpoint):
         self._p2p = p2p
         self.direct = direct
         self.serve(SEEN, tell_whence)
+        self.serve(KNOCK, Knocking().serve)
 
     async def rebind(self, p2p: P2P) -> None:
         """Go on over a new p2pd with the same identity: listen there, dial from there."""

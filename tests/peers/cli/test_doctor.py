@@ -26,6 +26,7 @@ from peers.cli.doctor import exactness, machine, mesh, paths
 from peers.cli.doctor.command import run_doctor, show
 from peers.cli.doctor.facts import (
     Device,
+    Door,
     Exactness,
     Facts,
     Folder,
@@ -41,9 +42,11 @@ from peers.cli.doctor.facts import (
     Pass,
     Process,
     Refused,
+    Shared,
     Unseen,
 )
-from peers.cli.doctor.judge import Finding, judge
+from peers.cli.doctor.finding import Finding
+from peers.cli.doctor.judge import judge
 from peers.cli.session import SETTINGS, Screen
 from peers.device import fingerprints, kernel_class, kernels
 from peers.node import JoinOptions
@@ -76,6 +79,7 @@ GOOD = Facts(
     guards=GUARDS,
     passes=(Pass(ROOT, "own", NOW + 5 * 86400, "/home/a/.meshcee/identities/0.key.x.member"),),
     processes=(Process(7, "meshcee peer"), Process(8, "p2pd")),
+    shared=Shared(2, 0.1, 24 * GIB, 3 * GIB, (("vim 9", 0.1),), (("browser 8", GIB),)),
     exactness=Exactness("", "", (CPU, replace(CPU, of="cpu AMD AVX512, torch 2.13.0+cpu, 1 thread"))),
     mesh=MESH,
 )
@@ -113,7 +117,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # what is planted; 
     "full /tmp": ({"folders": (Folder("temporary files", "/tmp", 0),)}, "bad", "temporary files", "TMPDIR"),
     "unsupported torch": ({"versions": replace(OURS, torch="2.5.1")}, "warn", "versions", "torch>=2.11"),
     "other torch": (
-        {"mesh": replace(MESH, peers=(replace(BEN, versions=replace(OURS, torch="2.12.1")),))},
+        {"mesh": replace(MESH, peers=(ANNA, replace(BEN, versions=replace(OURS, torch="2.12.1"))))},
         "warn",
         "versions",
         "torch==2.12.1",
@@ -222,13 +226,13 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # what is planted; 
         "memory",
     ),
     "other bits than a peer of the same class": (
-        {"mesh": replace(MESH, peers=(replace(BEN, kernels=CPU.of, prints={"product": "a3", "softmax": "ff"}),))},
+        {"mesh": replace(MESH, peers=(ANNA, replace(BEN, kernels=CPU.of, prints={"product": "a3", "softmax": "ff"})))},
         "bad",
         "kernels",
         "--force-reinstall torch==2.13.0",
     ),
     "a peer with other bits than its class": (
-        {"mesh": replace(MESH, peers=(ALIKE, ALIKE, replace(ALIKE, name="carl", prints={"product": "ff"})))},
+        {"mesh": replace(MESH, peers=(ANNA, ALIKE, ALIKE, replace(ALIKE, name="carl", prints={"product": "ff"})))},
         "warn",
         "kernels",
         "meshcee drain carl",
@@ -270,6 +274,42 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # what is planted; 
         "NAT",
         "--announce 198.51.100.7:4001",
     ),
+    "a port that is closed from outside": (
+        {"mesh": replace(MESH, doors=(Door(4001, "anna", "198.51.100.7", ("ben",)),))},
+        "warn",
+        "ports from outside",
+        "--announce 198.51.100.7:4001",
+    ),
+    "a firewall before all ports": (
+        {"mesh": replace(MESH, doors=(Door(40123, "", "2001:db8::7", ("ben",)),))},
+        "warn",
+        "ports from outside",
+        "--listen 0.0.0.0:4001 --announce [2001:db8::7]:4001",
+    ),
+    "blocked direct port": (
+        {"mesh": replace(MESH, peers=(ANNA, replace(BEN, direct=False)))},
+        "warn",
+        "direct port",
+        "--direct-port",
+    ),
+    "busy cores": (
+        {"shared": replace(GOOD.shared, busy=1.5, by_cores=(("ffmpeg 77", 1.5),))},
+        "warn",
+        "shared cores",
+        "--threads 1",
+    ),
+    "memory that others hold": (
+        {"shared": replace(GOOD.shared, used=20 * GIB, by_bytes=(("browser 8", 15 * GIB),))},
+        "warn",
+        "shared memory",
+        "ps aux",
+    ),
+    "another mesh": (
+        {"processes": (Process(7, "meshcee peer"), Process(9, "meshcee peer"))},
+        "warn",
+        "other mesh",
+        "kill 7 9",
+    ),
     "a mesh that is gone": ({"mesh": Refused("JoinError", "no peer answered")}, "bad", "join", "meshcee token"),
     "an invite that has ended": (
         {"mesh": Refused("NotPermittedError", "it has ended")},
@@ -310,11 +350,11 @@ def test_what_is_bad_has_the_exit_code_of_commands_that_fail_by_it(fault: str, c
 
 def test_what_could_not_be_looked_at_is_unknown_and_says_why() -> None:
     dark = Unseen("PermissionError: /proc")
-    groups = ("device", "memory", "network", "guards", "passes", "processes", "exactness")
+    groups = ("device", "memory", "shared", "network", "guards", "passes", "processes", "exactness")
     facts = replace(GOOD, **dict.fromkeys(groups, dark), mesh=None)
     unknown = [f for f in judge(facts) if f.level == "unknown"]
-    assert len(unknown) == 9
-    assert sum("PermissionError" in f.detail for f in unknown) == 7
+    assert len(unknown) == 10
+    assert sum("PermissionError" in f.detail for f in unknown) == 8
     assert sum("--join" in f.detail for f in unknown) == 2
 
 
@@ -411,10 +451,10 @@ def test_names_of_others_are_shown_and_not_obeyed(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({}, "all is well: 24 findings, in 9.8 s"),
-        ({"mesh": None}, "all is well: 20 findings, and nobody could look at 2, in 9.8 s"),
-        ({"folders": (Folder("home", "/a", 0),)}, "1 bad, 0 to look at, 22 well, 0 unknown, in 9.8 s"),
-        ({"mesh": None, "files": (256, 4096)}, "0 bad, 1 to look at, 19 well, 2 unknown, in 9.8 s"),
+        ({}, "all is well: 26 findings, in 9.8 s"),
+        ({"mesh": None}, "all is well: 22 findings, and nobody could look at 2, in 9.8 s"),
+        ({"folders": (Folder("home", "/a", 0),)}, "1 bad, 0 to look at, 24 well, 0 unknown, in 9.8 s"),
+        ({"mesh": None, "files": (256, 4096)}, "0 bad, 1 to look at, 21 well, 2 unknown, in 9.8 s"),
     ],
 )
 def test_the_last_line_says_whether_all_is_well_and_what_it_took(
@@ -457,9 +497,11 @@ def test_a_helper_under_another_parent_is_an_orphan() -> None:
         helper(18, 1, "peers.device.worker.child", 99),
         helper(19, 1, "peers.node.device_process.program", 99),
         machine.Row(20, 1, ["vim", "meshcee.md"]),
+        machine.Row(9, 1, ["python", "/x/bin/meshcee", "peer", "logs", "--follow"]),
     ]
     found = machine.processes_of(rows)
-    assert {p.pid for p in found} == set(range(10, 20))
+    assert {p.pid for p in found} == set(range(9, 20))
+    assert [p.what for p in found if p.pid == 9] == ["meshcee peer logs"]
     assert {p.pid for p in found if p.orphan} == {16, 17, 18, 19}
     assert found[0].what == "meshcee peer"
 
@@ -600,6 +642,32 @@ def test_the_kernel_tells_the_largest_packet_of_a_path() -> None:
     assert paths.mtu_to("127.0.0.1", 9) == min(most, 65535)  # of which IPv4 can count the bytes
     assert paths.mtu_to("no address", 9) is None
     assert "127.0.0.1" in paths.interfaces()
+
+
+def test_what_others_use_of_this_machine_is_seen() -> None:
+    busy = [sys.executable, "-c", "held = bytearray(200 << 20)\nprint(flush=True)\nwhile True: pass"]
+    with subprocess.Popen(busy, stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            found = machine.shared()
+        finally:
+            other.kill()
+    assert 0 < found.busy <= found.cores
+    assert 200 << 20 <= found.used < found.total
+    assert found.busy > 0.05
+    assert found.by_cores
+    assert len(found.by_bytes) <= machine.MOST_SHOWN
+
+
+def test_ports_to_be_dialled_are_those_of_peers_here_or_else_of_a_daemon_that_listens() -> None:
+    own = ("/ip4/192.0.2.1/tcp/40123/p2p/z", "/ip4/127.0.0.1/tcp/9/p2p/z")
+    assert paths.ports_here([], own, {"MESHCEE_DIRECT_PORT": "4002"}) == {40123: ""}
+    assert paths.ports_here([ANNA], own, {}) == {4001: "anna"}
+    found = paths.ports_here([ANNA], own, {"MESHCEE_DIRECT_PORT": "4002"})
+    assert found == {4001: "anna", 4002: "anna, for tensors"}
+    many = [replace(ANNA, addresses=(f"/ip4/192.0.2.1/tcp/{port}",)) for port in range(4001, 4021)]
+    assert len(paths.ports_here(many, own, {})) == 4
 
 
 # -- the command

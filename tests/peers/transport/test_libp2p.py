@@ -17,6 +17,7 @@ from meshcee.errors import JoinError, UsageError
 from meshcee.figures.profile import LinkProfile
 from peers.device.emulation.shape import Shape, ShapedTransport
 from peers.transport.base import Frame, StreamClosed
+from peers.transport.p2p.dial_back import KNOCK, MOST_PORTS, Knocking, knocked_from
 from peers.transport.p2p.libp2p import Libp2pTransport
 from peers.transport.seen import seen_from
 from tests.peers.transport.harness import KEY, SHORT, SMALL, echo, eventually, mesh, p2pd, pair
@@ -59,6 +60,39 @@ async def test_a_peer_is_told_from_which_address_it_is_seen_to_come() -> None:
     ):
         found = await seen_from(a, b.peer_id, b.addresses)
     assert found.startswith("/ip4/127.0.0.1/tcp/")
+
+
+async def test_a_peer_dials_ports_where_who_asks_comes_from_and_nowhere_else() -> None:
+    came = asyncio.Event()
+
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        came.set()
+        writer.close()
+
+    async with (
+        p2pd() as p,
+        p2pd() as q,
+        Libp2pTransport(p, KEY, timeouts=SHORT, limits=SMALL) as a,
+        Libp2pTransport(q, KEY, timeouts=SHORT, limits=SMALL) as b,
+        await asyncio.start_server(accept, "127.0.0.1", 0) as server,
+    ):
+        port = server.sockets[0].getsockname()[1]
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))  # and does not listen
+            found = await knocked_from(a, b.peer_id, b.addresses, [port, closed.getsockname()[1]])
+        assert (found.host, found.answered) == ("127.0.0.1", [port])
+        async with asyncio.timeout(2.0):
+            await came.wait()
+        with pytest.raises(StreamClosed):
+            await knocked_from(a, b.peer_id, b.addresses, list(range(1000, 1001 + MOST_PORTS)))
+
+
+async def test_a_stream_without_a_connection_of_its_own_is_dialled_nowhere() -> None:
+    """As one that another member passes on."""
+    async with mesh("memory") as (a, b):
+        b.serve(KNOCK, Knocking().serve)
+        found = await knocked_from(a, b.peer_id, b.addresses, [22])
+    assert (found.host, found.answered) == ("", [])
 
 
 async def test_a_restarted_p2pd_is_taken_up_again(tmp_path: Path) -> None:
