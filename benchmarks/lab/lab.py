@@ -23,7 +23,7 @@ from typing import Any, Self
 
 from benchmarks.lab import enter
 from benchmarks.lab.namespaces import DEVICE, inside, start_ticks, why_not
-from benchmarks.lab.network import Link, Network, address_of
+from benchmarks.lab.network import Link, Network
 from meshcee.errors import MeshceeError, NotPermittedError, UsageError
 from meshcee.figures.scenario import Scenario
 
@@ -39,13 +39,13 @@ _numbers = itertools.count()
 class Lab:
     """A network with a namespace for each host. Lifetime is `async with`; leaving ends all that runs inside.
 
-    `addresses` are the hosts' IPv4 addresses by name. The trace's clock stands until `start_trace`.
+    `addresses` are the hosts' addresses by name. The trace's clock stands until `start_trace`.
     Raises NotPermittedError where there is no root or no TUN device.
     """
 
     def __init__(self, network: Network | Scenario, *, mtu: int = 9000, seed: int = 0) -> None:
         self.network = Network.of(network) if isinstance(network, Scenario) else network
-        self.addresses = {host.name: address_of(i) for i, host in enumerate(self.network.hosts)}
+        self.addresses = {host.name: self.network.address(i) for i, host in enumerate(self.network.hosts)}
         self.congestion_control = ""  # of TCP inside: the machine's own, e.g. cubic or bbr
         self._mtu, self._seed = mtu, seed
         self._mark = f"{os.getpid()}:{start_ticks(os.getpid())}:{next(_numbers)}"  # names this lab for ever

@@ -90,24 +90,34 @@ def new_namespace() -> int:
     return own_namespace()
 
 
-def tun(address: str, prefix: int, mtu: int) -> int:
-    """A TUN device in this process's namespace, up, with this IPv4 address; its packets are read from the file."""
+def tun(address: str, prefix: int, mtu: int, device: str = DEVICE) -> int:
+    """A TUN device in this process's namespace, up, with this address; its packets are read from the file."""
     file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        name = DEVICE.encode()
+        name = device.encode()
         fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", name, _IFF_TUN | _IFF_NO_PI))
-        mask = socket.inet_ntoa(struct.pack("!I", (0xFFFFFFFF << (32 - prefix)) & 0xFFFFFFFF))
+        mask = socket.inet_ntoa(struct.pack("!I", (0xFFFFFFFF << max(0, 32 - prefix)) & 0xFFFFFFFF))
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
             fcntl.ioctl(control, _SIOCSIFMTU, struct.pack("16si20x", name, mtu))
             fcntl.ioctl(control, _SIOCSIFTXQLEN, struct.pack("16si20x", name, _QUEUE_PACKETS))
-            for request, value in ((_SIOCSIFADDR, address), (_SIOCSIFNETMASK, mask)):
+            for request, value in ((_SIOCSIFADDR, address), (_SIOCSIFNETMASK, mask)) if ":" not in address else ():
                 data = struct.pack("16sH2x4s16x", name, socket.AF_INET, socket.inet_aton(value))
                 fcntl.ioctl(control, request, data)
-            _up(control, DEVICE)
+            _up(control, device)
+            if ":" in address:
+                _give_ipv6(device, address, prefix)
     except BaseException:
         os.close(file)
         raise
     return file
+
+
+def _give_ipv6(device: str, address: str, prefix: int) -> None:
+    """To a device that is up. It has no neighbours to ask whether the address is free, so it holds at once."""
+    Path(f"/proc/sys/net/ipv6/conf/{device}/disable_ipv6").write_text("0")
+    data = struct.pack("16sIi", socket.inet_pton(socket.AF_INET6, address), prefix, socket.if_nametoindex(device))
+    with socket.socket(socket.AF_INET6, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, _SIOCSIFADDR, data)
 
 
 def _up(control: socket.socket, device: str) -> None:

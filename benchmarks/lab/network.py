@@ -15,9 +15,9 @@ from typing import Any
 from meshcee.errors import UsageError
 from meshcee.figures.scenario import Scenario
 
-__all__ = ["PREFIX", "Change", "Host", "Link", "Network", "address_of", "nat_address", "pair_of_hosts"]
+__all__ = ["PREFIX", "PREFIX6", "Change", "Host", "Link", "Network", "address_of", "nat_address", "pair_of_hosts"]
 
-PREFIX = 16  # all hosts are on one network; there is no route to anything else
+PREFIX, PREFIX6 = 16, 64  # hosts are on one network by the number of their device; there is no route to anything else
 MIN_QUEUE_BYTES = 48 * 1024
 
 
@@ -26,12 +26,17 @@ class Host:
     """One network namespace. Its port has a bandwidth in each direction; None is no limit.
 
     Hosts that are `behind` a router of the same name reach all others by that one's address, and only one another are reached.
+    A host that is `inside` another one is one more device of that machine, with an address and links of its own.
+    With `ipv6` its address is of that kind. A firewall before it lets nobody in at TCP ports that are `closed`.
     """
 
     name: str
     region: str
     port_bytes_per_s: float | None = None
     behind: str = ""
+    inside: str = ""
+    ipv6: bool = False
+    closed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,10 +73,25 @@ class Network:
         names = [host.name for host in self.hosts]
         if not 1 <= len(names) <= 250 or len(set(names)) < len(names):
             raise UsageError("a lab has 1 to 250 hosts, each with a name of its own")
+        for place, host in enumerate(self.hosts):
+            if host.inside and (host.inside not in names[:place] or self.hosts[names.index(host.inside)].inside):
+                raise UsageError(f"{host.name} is inside {host.inside}, which is no machine that stands before it")
+            if host.ipv6 and host.behind:
+                raise UsageError(f"{host.name} is behind a router, which translates IPv4 only")
         between = {(link.source, link.target) for link in self.links}
         regions = {host.region for host in self.hosts}
         if missing := sorted((a, b) for a in regions for b in regions if (a, b) not in between):
             raise UsageError(f"the lab has no link from {missing[0][0]} to {missing[0][1]}; add one")
+
+    def device(self, place: int) -> int:
+        """The number of this host's device on its machine."""
+        machine = self.hosts[place].inside
+        return 1 + sum(host.inside == machine for host in self.hosts[:place]) if machine else 0
+
+    def address(self, place: int) -> str:
+        """Of the host at this place."""
+        device = self.device(place)
+        return f"fd77:{device:x}::{place + 1:x}" if self.hosts[place].ipv6 else address_of(place, device)
 
     def queue_bytes(self, bandwidth_bytes_per_s: float) -> float:
         return max(MIN_QUEUE_BYTES, bandwidth_bytes_per_s * self.queue_s)
@@ -128,16 +148,16 @@ class Network:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Network:
         return cls(
-            tuple(Host(**host) for host in data["hosts"]),
+            tuple(Host(**{**host, "closed": tuple(host["closed"])}) for host in data["hosts"]),
             tuple(Link(**link) for link in data["links"]),
             tuple(Change(change["at_s"], Link(**change["link"])) for change in data["changes"]),
             data["queue_s"],
         )
 
 
-def address_of(place: int) -> str:
-    """The IPv4 address of the host at this place in the network's list."""
-    return f"10.77.0.{place + 1}"
+def address_of(place: int, device: int = 0) -> str:
+    """The IPv4 address of the host at this place in the network's list, which is that device of its machine."""
+    return f"10.{77 + device}.0.{place + 1}"
 
 
 def nat_address(place: int) -> str:

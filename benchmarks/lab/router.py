@@ -13,17 +13,20 @@ import json
 import os
 import select
 import signal
+import socket
 import time
 from typing import Any
 
-from benchmarks.lab.namespaces import congestion_control, enter, inside, new_namespace, own_namespace, tun
+from benchmarks.lab.namespaces import DEVICE, congestion_control, enter, inside, new_namespace, own_namespace, tun
 from benchmarks.lab.nat import Nat
-from benchmarks.lab.network import PREFIX, Link, Network, address_of, nat_address
+from benchmarks.lab.network import PREFIX, PREFIX6, Link, Network, nat_address
 from benchmarks.lab.queues import Queues
 
 _BURST = 32  # packets from one device before the others have their turn
 _PRIORITY = -10  # a late router would be measured instead of the network
-_IPV4 = 4
+_IPV4, _IPV6 = 4, 6
+_TARGET = {_IPV4: slice(16, 20), _IPV6: slice(24, 40)}  # of a packet
+_TCP, _SYN, _ACK = 6, 0x02, 0x10
 
 
 class Router:
@@ -33,15 +36,22 @@ class Router:
         self._devices: list[int] = []
         self._mtu = mtu
         home = own_namespace()
-        for place in range(len(network.hosts)):
-            self.namespaces.append(new_namespace())
-            self._devices.append(tun(address_of(place), PREFIX, mtu))
+        names = [host.name for host in network.hosts]
+        for place, host in enumerate(network.hosts):
+            if host.inside:
+                self.namespaces.append(self.namespaces[names.index(host.inside)])
+                enter(self.namespaces[place])
+            else:
+                self.namespaces.append(new_namespace())
+            prefix, number = PREFIX6 if host.ipv6 else PREFIX, network.device(place)
+            self._devices.append(tun(network.address(place), prefix, mtu, f"{DEVICE[:-1]}{number}"))
         self.congestion_control = congestion_control()
         enter(home)
         os.close(home)
-        self._places = {bytes(map(int, address_of(place).split("."))): place for place in range(len(network.hosts))}
-        names = list(dict.fromkeys(host.behind for host in network.hosts if host.behind))
-        self._nats = {name: Nat(nat_address(place)) for place, name in enumerate(names)}
+        self._places = {_packed(network.address(place)): place for place in range(len(network.hosts))}
+        self._closed = {place: host.closed for place, host in enumerate(network.hosts) if host.closed}
+        routers = list(dict.fromkeys(host.behind for host in network.hosts if host.behind))
+        self._nats = {name: Nat(nat_address(place)) for place, name in enumerate(routers)}
         self._nat_at = {nat.address: nat for nat in self._nats.values()}
         self._behind = [host.behind for host in network.hosts]
         self.refused = 0  # packets that a device did not take
@@ -79,12 +89,13 @@ class Router:
                 packet = os.read(device, size)
             except BlockingIOError:
                 return
-            if packet[0] >> 4 != _IPV4:
+            version = packet[0] >> 4
+            if version not in _TARGET:
                 continue
-            if self._nats and (packet := self._translated(source, packet) or b"") == b"":
+            if self._nats and version == _IPV4 and (packet := self._translated(source, packet) or b"") == b"":
                 continue
-            target = places.get(packet[16:20])
-            if target is not None:
+            target = places.get(packet[_TARGET[version]])
+            if target is not None and not (target in self._closed and _dials(packet) in self._closed[target]):
                 queues.put(now, source, target, packet)
 
     def _translated(self, source: int, packet: bytes) -> bytes | None:
@@ -117,6 +128,18 @@ class Router:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
+
+
+def _packed(address: str) -> bytes:
+    return socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET, address)
+
+
+def _dials(packet: bytes) -> int:
+    """The TCP port that a packet asks to be connected with; 0 for any other packet."""
+    begins, kind = ((packet[0] & 15) * 4, packet[9]) if packet[0] >> 4 == _IPV4 else (40, packet[6])
+    if kind != _TCP or len(packet) < begins + 14 or packet[begins + 13] & (_SYN | _ACK) != _SYN:
+        return 0
+    return int.from_bytes(packet[begins + 2 : begins + 4], "big")
 
 
 def main() -> None:

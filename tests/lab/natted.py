@@ -1,7 +1,8 @@
-"""`python -m tests.lab.natted IDENTITY_FILE [--no-relay] [ADDRESS...]`: a peer's transport, for test_two_nats.py.
+"""`python -m tests.lab.natted IDENTITY_FILE [--no-relay] [--ipv6] [ADDRESS...]`: a peer's transport, for tests of the lab.
 
 It prints who it is and where, as a JSON line. Each line of its standard input is [peer id, [address, ...]] as JSON: it measures the
-link to that peer, as a peer of a mesh does, and prints what came of it. It ends with its standard input.
+link to that peer, as a peer of a mesh does, and prints what came of it, and from where that peer sees it come. It ends with its
+standard input.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from meshcee.config import Timeouts
 from meshcee.errors import JoinError
 from peers.measure.probe import probe_link, serve_probe
 from peers.transport.p2p import Direct, P2PDaemon, RelayedTransport
+from peers.transport.seen import seen_from
 
 KEY = b"the key of the mesh under test.."
 PATIENT = Timeouts(dial_s=15.0, handshake_s=30.0, join_s=120.0)
@@ -24,8 +26,9 @@ PATIENT = Timeouts(dial_s=15.0, handshake_s=30.0, join_s=120.0)
 
 async def main(file: str, *arguments: str) -> None:
     identity = Identity.load_or_create(Path(file))
-    seeds = [argument for argument in arguments if argument != "--no-relay"]
-    async with P2PDaemon(identity, listen=["0.0.0.0:4001"], seeds=seeds, timeouts=PATIENT) as daemon:
+    seeds = [argument for argument in arguments if not argument.startswith("--")]
+    listen = "[::]:4001" if "--ipv6" in arguments else "0.0.0.0:4001"
+    async with P2PDaemon(identity, listen=[listen], seeds=seeds, timeouts=PATIENT) as daemon:
         direct = Direct(daemon.listening, 4002, PATIENT)
         transport = RelayedTransport(daemon.p2p, KEY, direct=direct, timeouts=PATIENT)
         transport.allow(identity, seeds, passes_on="--no-relay" not in arguments)
@@ -37,7 +40,9 @@ async def main(file: str, *arguments: str) -> None:
                 peer_id, addresses = json.loads(line)
                 try:
                     probed = await probe_link(transport, peer_id, tuple(addresses), 0.0)
-                    tell({"latency_s": probed.link.latency_s, "bytes_per_s": probed.link.bandwidth_bytes_per_s})
+                    sees = await seen_from(transport, peer_id, addresses)
+                    found = probed.link
+                    tell({"latency_s": found.latency_s, "bytes_per_s": found.bandwidth_bytes_per_s, "sees": sees})
                 except JoinError as error:
                     tell({"error": str(error)})
 
