@@ -1,13 +1,20 @@
-"""`meshcee doctor` run for real where something is broken: it names each fault, with what mends it."""
+"""`meshcee doctor` run for real where something is broken: it names each fault, with what mends it.
+
+Twelve faults, and where they are planted. Of the network: wrong clock, other torch, blocked direct port, port closed from outside,
+no name server, low MTU, NAT. Of the machine: full disk, no memory, spinning threads. Of its processes: orphans, another mesh.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
 import time
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +23,24 @@ import torch
 
 from benchmarks import disks
 from benchmarks.lab import Host, Lab, Link, Network, why_not
+from peers.cli.doctor import machine
 
 ROOT = Path(__file__).parents[2]
 REASON, NO_DISKS = why_not(), disks.why_not()
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 FAST, SLOW, ONE_WAY_S = 12.5e6, 0.5e6, 0.005  # bytes per second
-SMALL_MTU = 1200
+SMALL_MTU, TENSORS = 1200, 4002
 OTHER_TORCH = "2.12.1+cpu" if not torch.__version__.startswith("2.12.1") else "2.13.0+cpu"
 LINE_S, DOCTOR_S = 180.0, 500.0  # on a busy machine
 
 
 def network(bytes_per_s: float = FAST) -> Network:
-    """A peer on the open network, and two behind a router each."""
-    hosts = (Host("cloud", "net"), Host("anna", "lan", behind="home"), Host("ben", "net", behind="office"))
+    """A peer on the open network, whose firewall lets nobody in at its port for tensors, and two behind a router each."""
+    hosts = (
+        Host("cloud", "net", closed=(TENSORS,)),
+        Host("anna", "lan", behind="home"),
+        Host("ben", "net", behind="office"),
+    )
     links = [Link(a, b, ONE_WAY_S, bytes_per_s) for a in ("net", "lan") for b in ("net", "lan")]
     return Network(hosts, tuple(links))
 
@@ -83,6 +95,7 @@ class Mesh:
     async def start(self, host: str, faults: dict[str, object]) -> None:
         (self.folder / host).mkdir()
         words = ["peer", "--json", "--name", host, "--listen", "0.0.0.0:4001", "--threads", "1", "--device", "cpu"]
+        words += ["--direct-port", str(TENSORS)]
         words += ["--join", self.token] if self.token else []
         with (self.folder / f"{host}.log").open("wb") as log:
             where: dict[str, Any] = {"env": environment(self.folder / host), "cwd": ROOT, "stderr": log}
@@ -125,6 +138,8 @@ async def test_faults_of_a_network_are_found_and_named(tmp_path: Path) -> None:
     assert named(found, "warn", "versions", OTHER_TORCH.partition("+")[0], "cloud"), faults(found)
     assert named(found, "bad", "kernels", "softmax", "ben"), faults(found)
     assert any(one["what"] == "NAT" and "behind a router: cloud sees" in one["detail"] for one in found), faults(found)
+    assert named(found, "warn", "direct port", "cloud", "libp2p"), faults(found)
+    assert named(found, "warn", "ports from outside", "port 4001 of anna", "10.77.255.1", "cloud dialled it in vain")
     assert named(late, "bad", "clock", "behind the mesh"), faults(late)
 
 
@@ -144,3 +159,55 @@ def test_faults_of_a_machine_are_found_and_named(tmp_path: Path) -> None:
     assert named(found, "warn", "waiting threads", "OMP_WAIT_POLICY"), faults(found)
     assert named(found, "warn", "threads", "OMP_NUM_THREADS"), faults(found)
     assert done.returncode != 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_faults_among_processes_are_found_and_named(tmp_path: Path) -> None:
+    """Two meshes on one machine, a helper whose peer is gone, and a port that somebody has taken."""
+    started: list[subprocess.Popen[str]] = []
+    try:
+        tokens = []
+        for home in ("a", "b"):
+            words = [
+                sys.executable,
+                "-m",
+                "meshcee",
+                "peer",
+                "--json",
+                "--no-lan",
+                "--listen",
+                "127.0.0.1:0",
+                "--name",
+                home,
+            ]
+            env = environment(tmp_path / home)
+            started.append(subprocess.Popen(words, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
+            out = started[-1].stdout
+            assert out is not None
+            tokens.append(json.loads(next(line for line in out if '"token"' in line))["token"])
+        binary = Path(str(files("hivemind.hivemind_cli"))) / "p2pd"
+        orphan = [str(binary), f"-listen=/unix{tmp_path}/sock", "-hostAddrs=/ip4/127.0.0.1/tcp/0", "-idleTimeout=600s"]
+        started.append(subprocess.Popen(orphan, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True))
+        with socket.create_server(("0.0.0.0", 0)) as taken:
+            port = taken.getsockname()[1]
+            env = environment(tmp_path / "a", MESHCEE_LISTEN=f"0.0.0.0:{port}")
+            words = command({}, "doctor", "--json", "--join", tokens[0])
+            done = subprocess.run(words, capture_output=True, env=env, cwd=ROOT, check=False, timeout=DOCTOR_S)
+        found = findings(done.stdout)
+        assert named(found, "bad", "port", f"0.0.0.0:{port}", "in use"), (faults(found), done.stderr)
+        assert named(found, "warn", "orphans", f"p2pd {started[-1].pid}"), faults(found)
+        assert named(found, "warn", "other mesh", "and 1 of this mesh"), faults(found)
+        (mend,) = (one["mend"] for one in found if one["what"] == "other mesh")
+        assert {str(peer.pid) for peer in started[:2]} <= set(re.findall(r"\d+", mend)) or len(running()) > 8
+        assert done.returncode == 3
+    finally:
+        for process in started:
+            process.terminate()
+        for process in started:
+            process.communicate(timeout=120)
+
+
+def running() -> list[int]:
+    found = machine.processes()
+    return [one.pid for one in found if one.what == "meshcee peer"] if isinstance(found, tuple) else []
