@@ -38,6 +38,7 @@ __all__ = [
     "printable",
     "read_token",
     "run_async",
+    "short_ids",
     "spin_briefly",
     "write_job",
 ]
@@ -64,6 +65,7 @@ def configure_logging(*, as_json: bool, level: str | None = None) -> None:
             structlog.processors.TimeStamper(fmt="iso" if as_json else "%H:%M:%S", utc=as_json),
             structlog.processors.format_exc_info if as_json else structlog.dev.set_exc_info,
             _printable,
+            *([] if as_json else [_shortened]),
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping().get(name, logging.INFO)),
@@ -81,6 +83,24 @@ def _printable(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMappi
     return {key: printable(value) if isinstance(value, str) else value for key, value in event.items()}
 
 
+def short_ids(text: str) -> str:
+    """With the ends of peer ids in place of whole ones, as people tell them apart. An address to join at keeps its own."""
+    return PEER_ID.sub(lambda found: f"…{found[0][-8:]}", text)
+
+
+def _shortened(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A step of logging, for people."""
+
+    def of(value: Any) -> Any:
+        if type(value) in (list, tuple, set, frozenset):
+            return type(value)(map(of, value))
+        if type(value) is dict:
+            return {of(key): of(one) for key, one in value.items()}
+        return short_ids(value) if isinstance(value, str) else value
+
+    return {key: value if key == "exc_info" else of(value) for key, value in event.items()}
+
+
 class Screen(Console):
     """A terminal or a pipe for people. Texts come from other machines too, so none of them is read as markup.
 
@@ -94,6 +114,7 @@ class Screen(Console):
         return super().render_str(printable(text), **options)
 
 
+PEER_ID = re.compile(r"(?<!/p2p/)\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")
 UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 

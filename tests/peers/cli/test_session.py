@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import structlog
 
 import meshcee
 from meshcee.errors import UsageError
 from meshcee.user_code import JOB_FILE
-from peers.cli.session import load_job
+from peers.cli.session import configure_logging, load_job, short_ids
 
 JOB = """import torch, meshcee
 job = meshcee.Job(
@@ -99,3 +100,32 @@ def test_a_folder_that_can_be_no_package_is_not_named(tmp_path: Path) -> None:
     file.parent.mkdir()
     file.write_text("from . import net\n")
     assert "write `from <package> import ...`" in refusal(file)
+
+
+ID = "12D3KooWKBYcMUH4m6WWaGMtWRFZcjrPEP3aXxqLccVETm2SDGwH"
+
+
+def test_people_read_the_ends_of_ids_and_programs_whole_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    before = structlog.get_config()
+    try:
+        for as_json in (False, True):
+            configure_logging(as_json=as_json, level="info")
+            structlog.get_logger().info("lost", by=ID, others=(ID, 3), links={ID: [ID]})
+            try:
+                raise ValueError(ID)
+            except ValueError:
+                structlog.get_logger().exception("failed")
+    finally:
+        structlog.configure(**before)
+    lines = capsys.readouterr().err.splitlines()
+    programs = [line for line in lines if line.startswith("{")]
+    assert ID not in lines[0]
+    assert lines[0].count("…Tm2SDGwH") == 4
+    assert any(line.startswith("ValueError") for line in lines), "an error is shown as it was raised"
+    assert [line.count(ID) >= 1 for line in programs] == [True, True]
+    assert programs[0].count(ID) == 4
+
+
+def test_an_address_to_join_at_keeps_its_id() -> None:
+    assert short_ids(f"/ip4/192.0.2.1/tcp/4001/p2p/{ID} is {ID}.") == f"/ip4/192.0.2.1/tcp/4001/p2p/{ID} is …Tm2SDGwH."
+    assert short_ids(f"{ID}x {ID[:-1]} 12D3KooW") == f"{ID}x {ID[:-1]} 12D3KooW"
