@@ -17,7 +17,7 @@ from meshcee.files import Home
 from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.planner import COMPARED, Question, choose, question_of, situation
-from peers.cli.session import configure_logging, load_job, run_async
+from peers.cli.session import configure_logging, load_job, run_async, waiting
 from peers.cli.view import naming
 from peers.node import JoinOptions, join
 from peers.planning import question, request_plan
@@ -56,9 +56,9 @@ def plan_live(job_file: Path, token: str, stages: int | None, *, as_json: bool) 
     """Join, have the job's blocks timed, ask for a plan, leave."""
     configure_logging(as_json=as_json, level="warning")
     job = load_job(job_file)
-    return run_async(
-        _plan(job, capture(job), token, stages)
-    )  # captured before there is a loop, which would hold up Ctrl-C
+    with waiting("the mesh times the job's blocks, and plans", as_json=as_json):
+        # Captured before there is a loop, which would hold up Ctrl-C.
+        return run_async(_plan(job, capture(job), token, stages))
 
 
 async def _plan(job: Job, captured: Capture, token: str, stages: int | None) -> LivePlan:

@@ -14,7 +14,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, MutableMapping
+from collections.abc import Callable, Coroutine, Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,6 +41,7 @@ __all__ = [
     "run_async",
     "short_ids",
     "spin_briefly",
+    "waiting",
     "write_job",
 ]
 
@@ -112,6 +114,17 @@ class Screen(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)
+
+
+@contextmanager
+def waiting(for_what: str, *, as_json: bool = False) -> Iterator[None]:
+    """On a terminal something moves while nothing else is to be said; a pipe hears nothing of that."""
+    screen = Screen(stderr=True)
+    if as_json or not screen.is_terminal:
+        yield
+        return
+    with screen.status(for_what):
+        yield
 
 
 PEER_ID = re.compile(r"(?<!/p2p/)\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")

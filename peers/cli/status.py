@@ -17,7 +17,7 @@ from rich.table import Table
 from meshcee.errors import UsageError
 from meshcee.files import Home, dumps
 from meshcee.plan import Plan
-from peers.cli.session import Screen, configure_logging, run_async
+from peers.cli.session import Screen, configure_logging, run_async, waiting
 from peers.cli.view import GONE, called, plan_table
 from peers.measure import MOST_MEASURED_BYTES_PER_S
 from peers.node import JoinOptions, join
@@ -38,7 +38,8 @@ def run_status(token: str | None, *, as_json: bool, watches: bool = False) -> No
 
         run_async(_watch(_required(token), over, up, as_json=as_json), polite)
         return
-    data = run_async(_look(_required(token)))
+    with waiting("joining the mesh, to look at it", as_json=as_json):
+        data = run_async(_look(_required(token)))
     if as_json:
         print(dumps(data), flush=True)
     else:

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -167,26 +167,18 @@ def test_faults_among_processes_are_found_and_named(tmp_path: Path) -> None:
     """Two meshes on one machine, a helper whose peer is gone, and a port that somebody has taken."""
     started: list[subprocess.Popen[str]] = []
     try:
-        tokens = []
         for home in ("a", "b"):
-            words = [
-                sys.executable,
-                "-m",
-                "meshcee",
-                "peer",
-                "--json",
-                "--no-lan",
-                "--listen",
-                "127.0.0.1:0",
-                "--name",
-                home,
-            ]
+            words = ["peer", "--json", "--no-lan", "--listen", "127.0.0.1:0", "--name", home]
             env = environment(tmp_path / home)
-            started.append(subprocess.Popen(words, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
-            out = started[-1].stdout
+            typed = [sys.executable, "-m", "meshcee", *words]
+            started.append(subprocess.Popen(typed, env=env, cwd=tmp_path, stdout=subprocess.PIPE, text=True))
+        tokens = []
+        for out in (peer.stdout for peer in started):
             assert out is not None
             tokens.append(json.loads(next(line for line in out if '"token"' in line))["token"])
-        binary = Path(str(files("hivemind.hivemind_cli"))) / "p2pd"
+        hivemind = find_spec("hivemind")  # whose import warns of itself
+        assert hivemind is not None
+        binary = Path(str(hivemind.origin)).parent / "hivemind_cli" / "p2pd"
         orphan = [str(binary), f"-listen=/unix{tmp_path}/sock", "-hostAddrs=/ip4/127.0.0.1/tcp/0", "-idleTimeout=600s"]
         started.append(subprocess.Popen(orphan, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True))
         with socket.create_server(("0.0.0.0", 0)) as taken:

@@ -19,7 +19,7 @@ from peers.cli.doctor import machine
 from peers.cli.doctor.facts import Device, Exactness, Facts, Guards, Invite, Mesh, Refused, Unseen
 from peers.cli.doctor.finding import Finding
 from peers.cli.doctor.judge import judge
-from peers.cli.session import Screen, configure_logging
+from peers.cli.session import Screen, configure_logging, waiting
 
 __all__ = ["run_doctor", "show"]
 
@@ -33,7 +33,9 @@ def run_doctor(token: str | None, *, as_json: bool) -> None:
     # What is no invite is the user's to mend, and no fact of the machine.
     invite = Token.parse(token) if token is not None else None
     begun_s = time.monotonic()
-    findings = judge(asyncio.run(_gather(token, invite, Home())))  # without uvloop, which may be what is missing
+    looking = f"looking at this machine{' and its mesh' if token is not None else ''}, some 15 s"
+    with waiting(looking, as_json=as_json):
+        findings = judge(asyncio.run(_gather(token, invite, Home())))  # without uvloop, which may be what is missing
     took_s = time.monotonic() - begun_s
     if as_json:
         for finding in findings:

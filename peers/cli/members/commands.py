@@ -10,7 +10,7 @@ from rich.table import Table
 from dht import MAX_ADDRESSES, ROLES, Role, Token, dialable
 from meshcee.errors import NotPermittedError, UsageError
 from meshcee.files import Home, dumps
-from peers.cli.session import Screen, configure_logging, run_async
+from peers.cli.session import Screen, configure_logging, run_async, waiting
 from peers.cli.view import called
 from peers.node import JoinOptions, join
 from peers.node.authority import Authority, authority_of
@@ -67,7 +67,8 @@ def run_members(token: str | None, *, as_json: bool) -> None:
     admin = authority_of(home, Token.parse(token) if token else None)
     if token is None and admin is None:
         raise UsageError("say which mesh: --join TOKEN, the line that `meshcee peer` printed (or set MESHCEE_JOIN)")
-    data = run_async(_members(_own_way_in(admin) if admin is not None else str(token)))
+    with waiting("joining the mesh, to look at its members", as_json=as_json):
+        data = run_async(_members(_own_way_in(admin) if admin is not None else str(token)))
     if as_json:
         print(dumps(data), flush=True)
         return

@@ -1,7 +1,7 @@
 """Whether ports of a peer's machine are open from outside: another member dials them, and says which answered.
 
-The idea: only somebody outside can know. Who is asked dials one address alone, that from which the asker's own connection comes, a
-few ports, and with bounds: so nobody can be made to knock at the doors of a third machine.
+The idea: only somebody outside can know. Who is asked dials one address alone, that from which the asker's own connection comes. So
+nobody can be made to knock at the doors of a third machine. Ports, dials at once and seconds have bounds.
 """
 
 from __future__ import annotations

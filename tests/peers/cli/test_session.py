@@ -11,7 +11,7 @@ import structlog
 import meshcee
 from meshcee.errors import UsageError
 from meshcee.user_code import JOB_FILE
-from peers.cli.session import configure_logging, load_job, short_ids
+from peers.cli.session import configure_logging, load_job, short_ids, waiting
 
 JOB = """import torch, meshcee
 job = meshcee.Job(
@@ -129,3 +129,18 @@ def test_people_read_the_ends_of_ids_and_programs_whole_ones(capsys: pytest.Capt
 def test_an_address_to_join_at_keeps_its_id() -> None:
     assert short_ids(f"/ip4/192.0.2.1/tcp/4001/p2p/{ID} is {ID}.") == f"/ip4/192.0.2.1/tcp/4001/p2p/{ID} is …Tm2SDGwH."
     assert short_ids(f"{ID}x {ID[:-1]} 12D3KooW") == f"{ID}x {ID[:-1]} 12D3KooW"
+
+
+@pytest.mark.parametrize(
+    ("as_json", "terminal", "moves"), [(False, True, True), (False, False, False), (True, True, False)]
+)
+def test_a_terminal_shows_that_a_command_is_at_work(
+    as_json: bool, terminal: bool, moves: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1") if terminal else monkeypatch.delenv("FORCE_COLOR", raising=False)
+    with waiting("joining the mesh", as_json=as_json):
+        pass
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert ("joining the mesh" in said.err) is moves
