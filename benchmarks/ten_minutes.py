@@ -167,8 +167,8 @@ async def play(job: str, told: Transcript) -> None:
 SECTION = """## What they said
 
 The two machines are network namespaces on one Linux machine, each peer with one thread. Lines to join with, ids and tokens are
-cut short, and the log is left out. The first column is minutes and seconds since the first command. The job is so small that one
-device is as fast as two: the plan takes one of them, and `--stages 2` asks for both.
+cut short, and the log is left out. The first column is minutes and seconds since the first command. The job is so small that
+one device may be as fast as two: here the plan takes both, another time one of them; `--stages 2` asks for both.
 """
 
 
