@@ -104,6 +104,7 @@ __all__ = [
     "Target",
     "attempt",
     "case",
+    "changed",
     "sealed_body",
     "token_of",
 ]
@@ -129,12 +130,15 @@ class Target:
 
 def case(target: Target, number: int) -> Any:
     """The changed value of this number. Who reads bytes is given bytes, and who reads a map a map."""
-    draw = random.Random(f"{target.name} {number}")
+    return changed(target, random.Random(f"{target.name} {number}"))
+
+
+def changed(target: Target, draw: random.Random) -> Any:
     value = draw.choice(target.valid())
     for _ in range(draw.choice((1, 1, 1, 2, 5))):
-        while type(changed := mutated(value, draw)) is not type(value) or len(repr(changed)) > MOST_CHARACTERS:
+        while type(other := mutated(value, draw)) is not type(value) or len(repr(other)) > MOST_CHARACTERS:
             pass
-        value = changed
+        value = other
     return value
 
 
