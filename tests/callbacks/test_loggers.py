@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import csv
 import errno
-import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -25,6 +23,7 @@ from meshcee.files import disk
 from meshcee.files.home import Home
 from peers.owner.epoch import Report
 from peers.state.checkpoint import CheckpointStore
+from tests.mesh.harness import meshcee
 from tests.rig.disks import RefusingDisk
 from tests.rig.job_file import JOB
 
@@ -214,12 +213,8 @@ def test_what_is_no_logger_is_refused(name: str, says: str) -> None:
 def test_a_local_run_logs_and_keeps_a_folder_with_checkpoints(tmp_path: Path) -> None:
     """`train --local` keeps what a run on a mesh keeps."""
     (tmp_path / "job.py").write_text(JOB)
-    command = [sys.executable, "-m", "meshcee", "train", "job.py", "--local", "2", "--log", "csv:run.csv"]
-    environment = {**os.environ, "MESHCEE_HOME": str(tmp_path / "home")}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = meshcee("train", "job.py", "--local", "2", "--log", "csv:run.csv", home=tmp_path / "home", cwd=tmp_path)
+    assert done.code == 0, done.err
     run = Home(tmp_path / "home").run("last")
     assert run.state == "done"
     assert CheckpointStore(run.checkpoints).complete()[0].next_step == 3
