@@ -103,13 +103,13 @@ class Page:
 
 
 @asynccontextmanager
-async def a_page(folder: Path) -> AsyncIterator[Page]:
-    """An empty tab of a browser of its own, whose profile is in this folder."""
+async def a_page(folder: Path, *flags: str) -> AsyncIterator[Page]:
+    """An empty tab of a browser of its own, whose profile is in this folder; `flags` are Chromium's."""
     assert BROWSER is not None, WHY_NOT
     command = [
         BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
         "--remote-debugging-port=0", "--disable-extensions", "--disable-background-networking", "--hide-scrollbars",
-        f"--user-data-dir={folder / 'profile'}", "about:blank",
+        f"--user-data-dir={folder / 'profile'}", *flags, "about:blank",
     ]  # fmt: skip
     folder.mkdir(exist_ok=True)
     log = (folder / "chromium.log").open("wb")
