@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ CHUNK_BYTES = 4 << 20  # that is read of a file at a time
 LONGEST_BYTES = 1 << 20  # of a line; what is longer is none
 MOST_BYTES = 64 << 20  # of a file that is read in one piece
 LOOK_EVERY_S = 3.0  # between two looks at a mesh
+SHORT_ID = re.compile(r"\.\.(\w{8})(?!\w)")  # as errors of the transport call a peer: by the end of its id
 
 
 class Source(Protocol):
@@ -99,6 +101,7 @@ class FolderSource:
         self.run = run
         self.painter = painter or Painter()
         self._is_live = is_live
+        self._names: dict[str, str] = {}  # by the end of a peer's id
         self._decoder = msgspec.json.Decoder(_Line)
         self._reports, self._events = Tail(run.report_file), Tail(run.folder / "events.jsonl")
         self._info, self._mesh, self._seen, self._trace = (
@@ -114,12 +117,16 @@ class FolderSource:
         if (info := self._info.news()) is not None:
             with contextlib.suppress(TypeError, AttributeError):  # of a file that somebody else wrote
                 painter.begin(self.run.id, info)
+                self._learn((info.get("names") or {}).items())
         painter.hear_all([report for line in self._reports.lines() if (report := self.report(line)) is not None])
+        if (behind := self._mesh.news()) is not None and isinstance(status := behind.get("status"), dict):
+            with contextlib.suppress(KeyError, TypeError):
+                self._learn((peer["peer"], peer["name"]) for peer in status["peers"])
         for line in self._events.lines():
             with contextlib.suppress(ValueError):
                 if isinstance(event := loads(line), dict):
-                    painter.tell(event)
-        if (behind := self._mesh.news()) is not None:
+                    painter.tell({**event, "text": self._named(event.get("text"))})
+        if behind is not None:
             status, account = behind.get("status"), behind.get("account")
             if isinstance(status, dict) and not self._is_live:
                 with contextlib.suppress(MeshceeError, KeyError, TypeError, ValueError):
@@ -130,8 +137,16 @@ class FolderSource:
             painter.seen(seen)
         if (trace := self._trace.news()) is not None and isinstance(events := trace.get("traceEvents"), list):
             painter.trace(events)
-        painter.end(self.run.state, self.run.result)
+        result = self.run.result
+        painter.end(self.run.state, {**result, "error": self._named(result.get("error"))})
         return self._reports.is_behind or self._events.is_behind
+
+    def _learn(self, names: Iterable[tuple[Any, Any]]) -> None:
+        self._names |= {str(peer)[-8:]: str(name) for peer, name in names}
+
+    def _named(self, text: Any) -> Any:
+        """With names of peers in the place of short ids. What is no text stays what it is."""
+        return SHORT_ID.sub(lambda found: self._names.get(found[1], found[0]), text) if isinstance(text, str) else text
 
     def report(self, line: bytes) -> dict[str, Any] | None:
         """A line of reports.jsonl; None where it is none."""

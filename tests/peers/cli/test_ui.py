@@ -20,7 +20,7 @@ from peers.cli.main import main
 from peers.cli.ui.command import listed
 from peers.cli.ui.page import FILES, read_file
 from peers.cli.ui.sources import FolderSource, Tail
-from tests.picture.test_picture import plan, report
+from tests.picture.test_picture import plan, report, status
 
 aiohttp = pytest.importorskip("aiohttp", reason="the ui extra is not installed")
 
@@ -262,6 +262,22 @@ def test_what_is_torn_or_written_by_others_is_passed_over(tmp_path: Path) -> Non
     assert [moment.text for moment in found.moments] == ["t"]
     (run.folder / "run.json").write_text('{"plan": {"pipelines": 3}, "names": [], "steps": "x"}')
     FolderSource(run).read_all()
+
+
+def test_sentences_name_peers_where_errors_of_the_transport_say_the_end_of_an_id(tmp_path: Path) -> None:
+    ann, ben, stranger = ("12D3KooW" + "x" * 36 + end for end in ("AnnAnn11", "BenBen22", "nobody33"))
+    run = a_run(Home(tmp_path), names={ann: "ann"})
+    told = status(ben)
+    told["peers"][0]["name"] = "ben ..AnnAnn11"  # a name is not read again
+    (run.folder / "mesh.json").write_text(dumps({"at": 1.0, "status": told}))
+    text = f"ann was lost: the stream with ..{ann[-8:]} is over; ..{ben[-8:]} and ..{stranger[-8:]} are there"
+    (run.folder / "events.jsonl").write_text(dumps({"at": 2.0, "kind": "lost", "text": text}) + "\n")
+    (run.folder / "result.json").write_text(dumps({"state": "failed", "ended": 3.0, "error": f"..{ann[-8:]} left"}))
+    found = FolderSource(run).read_all().picture(4.0)
+    (said,) = [moment.text for moment in found.moments if moment.kind == "lost"]
+    assert said == "ann was lost: the stream with ann is over; ben ..AnnAnn11 and ..nobody33 are there"
+    assert found.run is not None
+    assert found.run.error == "ann left"
 
 
 def test_a_line_comes_once_and_when_it_is_whole(tmp_path: Path) -> None:
