@@ -18,14 +18,15 @@ import pytest
 from dht import Role
 from meshcee.figures import BlockCost
 from meshcee.files import Home
-from meshcee.picture import picture_of_capture
+from meshcee.picture import Painter, picture_of_capture
+from meshcee.picture.account import Account, plan_view
 from peers.cli.ui.acts import NEEDS, Act, Acts
 from peers.cli.ui.page import self_contained
 from peers.cli.ui.sources import FolderSource
 from peers.cli.ui.watching import page_of
 from tests.peers.cli.test_page import HOSTILE, hostile_picture
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of, stage_of
-from tests.picture.test_picture import status
+from tests.picture.test_picture import plan, status
 
 pytest.importorskip("aiohttp", reason="the ui extra is not installed")
 
@@ -201,4 +202,29 @@ async def test_hostile_names_stay_text(tmp_path: Path) -> None:
         assert "1.5 G" in await page.value("document.getElementById('tiles').textContent")
         assert await page.value("document.querySelectorAll('img').length") == 0
         await page.picture(tmp_path / "capture.png")
+        assert page.errors == []
+
+
+async def test_a_stage_shows_what_it_sends_beside_what_it_computes(tmp_path: Path) -> None:
+    painter, step_s = Painter(), 1.0
+    painter.begin("r", {"name": "small", "steps": 9, "plan": plan("a", "b", "c").to_json()})
+    view = plan_view(plan("a", "b", "c"), {})
+    crosses = [
+        replace(edge, bytes_out=5e4, bytes_back=1e4, seconds_out=0.02, seconds_back=0.01) for edge in view.boundaries
+    ]
+    painter.account(Account(replace(view, boundaries=tuple(crosses)), "").to_json())
+    times = {"compute": 0.5, "wait": 0.3, "apply": 0.1, "code": 0.0, "total": step_s}
+    painter.seen({"members": dict.fromkeys("abc", times), "rates": [["a", "b", 1e6], ["b", "a", 1e6]]})
+    file = tmp_path / "run.html"
+    file.write_text(self_contained(painter.picture(2.0), "small"))
+    sent = "[...document.querySelectorAll('.sends')].map((bar) => [bar.title, bar.firstChild.style.width])"
+    async with a_page(tmp_path) as page:
+        await page.open(f"file://{file}")
+        assert "sends" in await page.until("document.getElementById('plan-legend').textContent")
+        # Four micro-batches: to b at the rate that was seen, and to c as long as was expected.
+        assert await page.value(sent) == [
+            ["a sends 200 ms of a step", "20%"],
+            ["b sends 120 ms of a step", "12%"],  # 4 * 0.01 s back to a, 4 * 0.02 s on to c
+            ["c sends 40 ms of a step", "4%"],
+        ]
         assert page.errors == []

@@ -2,6 +2,7 @@
 import { bytes, byId, el, fill, legend, number, percent, rate, seconds, show, svg } from "./dom.js";
 
 const TIMES = [["compute", "compute"], ["code", "encode, decode"], ["apply", "optimizer"], ["data", "samples from the owner"], ["wait", "wait"], ["rest", "the rest"]];
+const SENDS = ["line", "sends, beside the rest"];
 const WORK = [["F", "forward"], ["B", "input gradient"], ["W", "weight gradient"], ["O", "optimizer"],
   ["BW", "gradients in one"], ["FBW", "all in one"], ["FB", "forward and input gradient"], ["code", "encode, decode"]];
 
@@ -13,7 +14,8 @@ export function drawPlan(plan) {
   const expected = plan.step_s ? `${seconds(plan.step_s)} a step and ${number(plan.samples_per_s, 3)} samples/s expected` : "";
   const bound = plan.bound_s && plan.step_s ? `${percent(plan.bound_s / plan.step_s)} of what these devices could do` : "";
   byId("plan-about").textContent = [`micro-batches of ${plan.micro_batch}`, expected, bound, ...plan.kernels].filter(Boolean).join(" · ");
-  legend(byId("plan-legend"), measured ? TIMES : [["compute", "computes, as expected"], ["wait", "waits"]]);
+  const times = measured ? TIMES : [["compute", "computes, as expected"], ["wait", "waits"]];
+  legend(byId("plan-legend"), plan.seats.some((seat) => sending(plan, seat) !== null) ? [...times, SENDS] : times);
   fill(byId("pipelines"), plan.micros.map((count, p) => pipeline(plan, p, count)));
   fill(byId("left-out"), plan.left_out.map(([name, why]) => el("li", {}, `left out: ${name}: ${why}`)));
   drawMemory(plan);
@@ -22,13 +24,13 @@ export function drawPlan(plan) {
 function pipeline(plan, p, count) {
   const seats = plan.seats.filter((seat) => seat.pipeline === p);
   const stages = [...new Set(seats.map((seat) => seat.stage))];
-  const most = Math.max(0, ...plan.seats.map((seat) => seat.total_s || 0));
+  const most = Math.max(0, ...plan.seats.map((seat) => seat.total_s || 0)) || plan.step_s || 0;
   const parts = [];
   for (const stage of stages) {
     const members = seats.filter((seat) => seat.stage === stage);
     parts.push(el("div", { class: "stage" },
       el("h3", {}, `stage ${members[0].label}`, el("span", { class: "muted" }, ` blocks ${members[0].first}–${members[0].end - 1}`)),
-      members.map((seat) => member(seat, most, members.length > 1))));
+      members.map((seat) => member(seat, most, members.length > 1, sending(plan, seat)))));
     const edge = plan.boundaries.find((one) => one.pipeline === p && one.after === stage);
     if (edge) parts.push(boundary(edge));
   }
@@ -36,7 +38,17 @@ function pipeline(plan, p, count) {
   return el("div", {}, title, el("div", { class: "pipeline" }, parts));
 }
 
-function member(seat, most, shared) {
+// Seconds of a step that what a member sends is on its way, to the stages beside it: at the rate seen, or else as expected.
+function sending(plan, seat) {
+  const part = seat.samples / plan.micro_batch;
+  const ways = plan.boundaries.filter((edge) => edge.pipeline === seat.pipeline).flatMap((edge) => [
+    ...(edge.after === seat.stage ? [[edge.bytes_out, edge.seconds_out, edge]] : []),
+    ...(edge.after + 1 === seat.stage ? [[edge.bytes_back, edge.seconds_back, edge]] : [])]);
+  const each = ways.map(([size, took, edge]) => (edge.rate_bytes_per_s && size !== null ? (part * size) / edge.rate_bytes_per_s : took));
+  return each.length && each.every((took) => took !== null) ? plan.micros[seat.pipeline] * each.reduce((sum, took) => sum + took, 0) : null;
+}
+
+function member(seat, most, shared, sent_s) {
   let pieces, told;
   if (seat.total_s) {
     const known = { compute: seat.compute_s || 0, code: seat.code_s || 0, apply: seat.apply_s || 0, data: 0, wait: seat.wait_s || 0 };
@@ -54,7 +66,13 @@ function member(seat, most, shared) {
   return el("div", { class: "member", title: f },
     el("div", { class: "row" }, el("strong", {}, seat.name, shared ? ` ×${seat.samples}` : ""), el("span", { class: "muted small" }, told)),
     el("div", { class: "bar", role: "img", "aria-label": `${seat.name}: ${words}` },
-      pieces.map(([kind, name, share]) => (share > 0 ? el("i", { class: `piece ${kind}`, title: `${name} ${percent(share)}`, style: { width: `${100 * share}%` } }) : null))));
+      pieces.map(([kind, name, share]) => (share > 0 ? el("i", { class: `piece ${kind}`, title: `${name} ${percent(share)}`, style: { width: `${100 * share}%` } }) : null))),
+    sent_s !== null && most ? sends(seat, sent_s, Math.min(1, sent_s / most)) : null);
+}
+
+function sends(seat, sent_s, share) {
+  const told = `${seat.name} sends ${seconds(sent_s)} of a step`;
+  return el("div", { class: "bar thin sends", role: "img", "aria-label": told, title: told }, el("i", { class: "piece line", style: { width: `${100 * share}%` } }));
 }
 
 function boundary(edge) {
