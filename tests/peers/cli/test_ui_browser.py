@@ -1,12 +1,15 @@
 """The page in a real browser: a mesh trains, a peer is killed, the page shows loss, event and new plan; hostile names stay text.
 
-Pictures of it are in pytest's folder of the test. The one of docs/ is written where MESHCEE_DOCS_PICTURE says.
+Pictures of it are in pytest's folder of the test. With MESHCEE_DOCS_PICTURE=docs/ui.png the README's is written, by
+
+    MESHCEE_DOCS_PICTURE=docs/ui.png .venv/bin/python -m pytest tests/peers/cli/test_ui_browser.py -k killed
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import time
 from collections.abc import Awaitable, Callable
@@ -36,9 +39,10 @@ from tests.rig.browser import BROWSER, WHY_NOT, Page, a_page
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=WHY_NOT)]
 
-STEPS, KILLED_AT = 100, 40
+STEPS, KILLED_AT, LOOKED_AT = 40, 16, 8
 HAS_CURVE = "(() => { const c = document.querySelector('#loss canvas'); return c && c.width > 100; })()"
 SEATS = "[...document.querySelectorAll('#pipelines .member strong')].map((e) => e.textContent).join(' ')"
+EVENTS_END = "document.getElementById('card-moments').getBoundingClientRect().bottom + scrollY + 14"
 MOMENTS = "document.getElementById('moments').innerText"
 
 
@@ -55,7 +59,7 @@ async def test_a_mesh_trains_and_a_peer_is_killed(tmp_path: Path) -> None:
         async for report in mesh.train(job, captured=captured_job(), stages=4, trace=shown.trace):
             await shown.hear(report.step, shown.trace)
             await asyncio.sleep(0.05)  # a model of this size would be over before anybody looks
-            if report.step == KILLED_AT - 20:
+            if report.step == LOOKED_AT:
                 await page.until(HAS_CURVE)
                 names = await page.until(SEATS)
                 assert sorted(names.split()) == ["p0", "p1", "p2", "p3"]
@@ -73,9 +77,12 @@ async def test_a_mesh_trains_and_a_peer_is_killed(tmp_path: Path) -> None:
         for name, dark, width in (("light", False, 1280), ("dark", True, 1280), ("phone", False, 390)):
             await page.look(dark=dark, width=width)
             assert await page.value("document.documentElement.scrollWidth <= innerWidth"), f"{name} scrolls sideways"
+            assert re.findall(r"\.\.\w{8}\b|12D3KooW\w*", await page.value("document.body.innerText")) == [], (
+                "ids, not names"
+            )
             await page.picture(tmp_path / f"ui-{name}.png")
         await page.look(width=1280)
-        await page.picture(tmp_path / "ui.png", height=1400, scale=0.75)
+        await page.picture(tmp_path / "ui.png", height=await page.value(EVENTS_END), scale=0.75)
         elements = await page.value("document.querySelectorAll('*').length")
         assert elements < 3000
     assert mesh.result.losses
