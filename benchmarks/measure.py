@@ -6,6 +6,7 @@ the figure is the median over the turns of the ratio within a turn.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Turns", "machine", "row"]
+__all__ = ["Turns", "machine", "median_interval", "row"]
 
 
 def machine(device: str = "cpu") -> dict[str, Any]:
@@ -63,6 +64,10 @@ class Turns:
         """Baseline over ours: 1 means no overhead, less means that ours is slower."""
         return [b / o for b, o in zip(self.baseline_s, self.ours_s, strict=True)]
 
+    def interval(self) -> tuple[float, float]:
+        """Of the median ratio."""
+        return median_interval(self.ratios)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "baseline_s": statistics.median(self.baseline_s),
@@ -72,6 +77,17 @@ class Turns:
             "ratio_max": max(self.ratios),
             "turns": len(self.ratios),
         }
+
+
+def median_interval(values: Sequence[float], sure: float = 0.95) -> tuple[float, float]:
+    """An interval that holds the median with at least this probability, whatever the distribution: by the sign test.
+
+    With fewer than six values there is none for 0.95, and it is without bounds.
+    """
+    ordered, total, cut, below = sorted(values), 2.0 ** len(values), 0, 0.0
+    while cut < len(ordered) and (below := below + math.comb(len(ordered), cut) / total) <= (1 - sure) / 2:
+        cut += 1
+    return (ordered[cut - 1], ordered[-cut]) if cut else (-math.inf, math.inf)
 
 
 def row(*cells: object) -> str:
