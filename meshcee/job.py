@@ -56,14 +56,14 @@ class Optimizer:
     def __init__(self, name: str, *, groups: Mapping[str, Mapping[str, Any]] | None = None, **options: Any) -> None:
         for kind in (name, *(extra["class"] for extra in (groups or {}).values() if "class" in extra)):
             if kind not in PER_PARAMETER:
-                why = f", as {REFUSED[kind]}" if kind in REFUSED else ""
+                why = f"cannot be split over stages, as {REFUSED[kind]}" if kind in REFUSED else "is no name known here"
                 use = ", ".join(sorted(PER_PARAMETER))
-                raise UsageError(f"optimizer {kind!r:.80} cannot be split over stages{why}; use one of {use}")
+                raise UsageError(f"optimizer {kind!r:.80} {why}: write one of torch.optim's {use}")
         for key, value in [*options.items(), *(kv for g in (groups or {}).values() for kv in g.items())]:
             numbers = isinstance(value, tuple | list) and all(x is None or isinstance(x, int | float) for x in value)
             known = key in ("class", "adjust_lr_fn") and isinstance(value, str)
             if not (value is None or isinstance(value, bool | int | float) or numbers or known):
-                raise UsageError(f"optimizer option {key:.80}={value!r:.80} must be a number, a flag or a few numbers")
+                raise UsageError(f"optimizer option {key:.80}={value!r:.80} is no number; groups= choose by name")
         self.name = name
         self.options = dict(options)
         self.groups = {pattern: dict(extra) for pattern, extra in (groups or {}).items()}
@@ -185,7 +185,8 @@ class Schedule:
                 "'ReduceLROnPlateau' follows evaluations: train(..., callbacks=[meshcee.ReduceOnPlateau(...)])"
             )
         if not (name in WARMUPS or hasattr(torch.optim.lr_scheduler, name)):
-            raise UsageError(f"schedule {name!r} is not a step-driven class of torch.optim.lr_scheduler")
+            ours = ", ".join(WARMUPS)
+            raise UsageError(f"schedule {name!r} is not a step-driven class of torch.optim.lr_scheduler, nor {ours}")
         if name in WARMUPS and set(options) != WARMUPS[name][1]:
             raise UsageError(f"schedule {name!r} takes {' and '.join(sorted(WARMUPS[name][1]))}, each a count of steps")
         chained = options.get("schedulers", ())
@@ -395,12 +396,12 @@ class Job:
 
     def __post_init__(self) -> None:
         if not isinstance(self.optimizer, Optimizer):
-            found = type(self.optimizer).__name__
+            found = getattr(self.optimizer, "__name__", type(self.optimizer).__name__)
             raise UsageError(
                 f'optimizer is a meshcee.Optimizer("AdamW", lr=3e-4): stages make torch\'s own of it; got {found}'
             )
         if not isinstance(self.schedule, Schedule | None):
-            found = type(self.schedule).__name__
+            found = getattr(self.schedule, "__name__", type(self.schedule).__name__)
             raise UsageError(f'schedule is a meshcee.Schedule("CosineAnnealingLR", T_max=1000), or None; got {found}')
         if self.batch_size < 1 or self.steps < 1:
             raise UsageError("batch_size and steps must be at least 1")
@@ -418,7 +419,7 @@ class Job:
                 "range is that of fp32"
             )
         if self.precision not in ("fp32", "bf16"):
-            raise UsageError(f"precision must be 'fp32' or 'bf16', got {self.precision!r}")
+            raise UsageError(f"precision must be 'fp32', or 'bf16' with fp32 masters; got {self.precision!r:.80}")
         kept = self.keep_fp32
         if not isinstance(kept, tuple | list) or not all(isinstance(pattern, str) for pattern in kept):
             raise UsageError('keep_fp32 is a tuple of patterns: keep_fp32=("*Norm*",)')
@@ -462,7 +463,8 @@ class Job:
         if self.streams:
             self._check_stream()
         elif len(self.data) < self.batch_size and self.sampler is None:
-            raise UsageError(f"data has {len(self.data)} samples, fewer than batch_size={self.batch_size}")
+            hint = ": of tensors write TensorDataset(x, y)" if isinstance(self.data, tuple) else ""
+            raise UsageError(f"data has {len(self.data)} samples, fewer than batch_size={self.batch_size}{hint}")
         if isinstance(self.data, At):
             self.data.check(self)
         if isinstance(self.eval_data, At):
@@ -470,7 +472,7 @@ class Job:
                 "metrics are computed at the owner, so eval_data cannot be At(...): give a set of your own"
             )
         if self.eval_data is not None and not _is_map(self.eval_data):
-            raise UsageError("eval_data must be map-style: it needs len(eval_data) and eval_data[i]")
+            raise UsageError("eval_data must be map-style, with a length and [i]: of a DataLoader give loader.dataset")
         if self.sampler is not None:
             _check_sampler(self.sampler)
         if self.checkpoint_every < 0:

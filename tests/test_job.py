@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from meshcee.errors import UsageError
 from meshcee.job import Job, Optimizer, Schedule, seed_of, seeded
@@ -39,13 +40,15 @@ def make(**changes: Any) -> Job:
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "NoSuchOptimizer", "AdamW8bit", "AdamWScheduleFree"])
 def test_an_optimizer_that_cannot_be_split_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"{name}.*AdamW"):
+    with pytest.raises(UsageError, match=rf"{name}.*(split over stages, as|no name known here).*AdamW"):
         Optimizer(name, lr=0.1)
 
 
 def test_options_that_are_not_data_are_refused() -> None:
     with pytest.raises(UsageError, match="lr="):
         Optimizer("SGD", lr=torch.tensor(0.1))
+    with pytest.raises(UsageError, match=r"option params=.* choose by name"):
+        Optimizer("SGD", params=nn.Linear(1, 1).parameters())
     with pytest.raises(UsageError, match=r"torch\.optim\.SGD"):
         Optimizer("SGD", lr=0.1, no_such_option=1).build({"w": nn.Parameter(torch.zeros(1))})
 
@@ -124,9 +127,20 @@ def test_what_is_no_optimizer_on_the_wire_is_refused(data: dict[str, Any]) -> No
     [
         ({"batch_size": 0}, "at least 1"),
         ({"batch_size": 9}, "fewer than batch_size"),
+        ({"data": (torch.zeros(8, 4), torch.zeros(8, 1)), "batch_size": 4}, r"TensorDataset\(x, y\)"),
+        ({"optimizer": torch.optim.Adam(nn.Linear(1, 1).parameters())}, r'Optimizer\("AdamW".* got Adam$'),
+        ({"optimizer": torch.optim.Adam}, "got Adam$"),
+        ({"optimizer": "AdamW"}, "got str$"),
+        ({"schedule": torch.optim.lr_scheduler.StepLR}, r'Schedule\("Cosine.*, or None; got StepLR$'),
+        ({"schedule": "cosine"}, r'Schedule\("Cosine.*got str$'),
+        ({"precision": "bf16-mixed"}, "'bf16' with fp32 masters.*got 'bf16-mixed'"),
+        (
+            {"eval_data": DataLoader(TensorDataset(torch.zeros(8, 1)))},
+            "eval_data must be map-style.*give loader.dataset",
+        ),
         ({"micro_batch_size": 3}, "multiple of micro_batch_size"),
         ({"reduction": "median"}, "'mean' or 'sum'"),
-        ({"precision": "fp8"}, "'fp32' or 'bf16'"),
+        ({"precision": "fp8"}, "must be 'fp32', or 'bf16'"),
         ({"precision": "fp16"}, "use 'bf16'"),
         ({"keep_fp32": ("*Norm*",)}, "precision is 'fp32'"),
         ({"precision": "bf16", "keep_fp32": "*Norm*"}, "a tuple of patterns"),
@@ -246,6 +260,7 @@ def test_a_warm_up_is_that_of_transformers(name: str, of_theirs: str, options: d
         ),
         ("CosineWithWarmup", {"warmup": 5}, "steps and warmup"),
         ("CosineAnnealing", {}, "not a step-driven class"),
+        ("cosine", {"T_max": 9}, "'cosine' is not a step-driven .*CosineWithWarmup"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(name: str, options: dict[str, Any], says: str) -> None:

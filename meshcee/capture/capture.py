@@ -210,7 +210,7 @@ class _WithLoss(nn.Module):
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
             loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            raise CaptureError("loss(output, target) must return a scalar tensor; use .mean() or .sum()")
+            raise CaptureError("loss(output, target) must return a scalar tensor; use .mean() or .sum(), not .item()")
         refuse_functions(loss)
         if not self._evaluate:
             return (loss,)
@@ -416,7 +416,8 @@ def _eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
         give_memory(model)
         with calling("the model"):
             output = data_rules.call_model(model, example[0])
-        with calling("the loss"):
+        what = f"the loss, a class and not {job.loss.__name__}()," if isinstance(job.loss, type) else "the loss"
+        with calling(what):
             job.loss(output, example[1])
 
 

@@ -28,7 +28,8 @@ class Samples:
     def __init__(self, data: Any, columns: Collection[str] | None, *, name: str) -> None:
         if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or isinstance(data, Mapping):
             raise UsageError(
-                f"{name} is one dataset that has a length and samples by number: a list of dicts or a datasets.Dataset"
+                f"{name} is one dataset that has a length and samples by number: a list of dicts or a datasets.Dataset, and of a "
+                "DataLoader its .dataset"
             )
         self._data, self._columns, self.name = data, columns, name
 
@@ -62,7 +63,8 @@ class Batches:
 
     def __call__(self, samples: Sequence[tuple[int, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         places, rows = [place for place, _ in samples], [row for _, row in samples]
-        with calling(lambda: f"data_collator, given samples {places},"):
+        bare = ", of which the model takes no column (tokenize them first)"
+        with calling(lambda: f"data_collator, given samples {places}{bare if rows[0] == {} else ''},"):
             x = {key: value for key, value in self._collate(rows).items() if value is not None}
         for key, value in x.items():
             if not isinstance(value, torch.Tensor) or value.shape[:1] != (len(rows),):

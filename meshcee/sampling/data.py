@@ -125,9 +125,9 @@ def _tensor(items: Sequence[Any], path: str, advice: str = "") -> torch.Tensor |
     try:
         return torch.stack([torch.as_tensor(item) for item in items])
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"samples cannot be stacked at {path}: {error}; pad them to one shape in data[i]{advice}"
-        ) from error
+        text = any(isinstance(item, str | bytes) for item in items)
+        do = "a text is no tensor; tokenize it" if text else f"{error}; pad them to one shape"
+        raise UsageError(f"samples cannot be stacked at {path}: {do} in data[i]{advice}") from error
 
 
 def leaves(tree: Any, path: str) -> dict[str, torch.Tensor]:

@@ -237,7 +237,7 @@ class Training:
     def _go_on(self, wanted: str, captured: Capture) -> list[dict[str, Any]]:
         """Find the run and its checkpoint, see that they fit this job, take up what was reported. Returns that."""
         if self._home is None:
-            raise UsageError("only a run that this machine keeps can be resumed; join a mesh, or use the command line")
+            raise UsageError("only a run that this machine keeps can be resumed: join a mesh, or say keeps=True")
         run_id, _, step = wanted.partition("@")
         run = self._home.run(run_id)
         self._diary = Diary(run, self._trouble)

@@ -180,6 +180,13 @@ def job_of(model: nn.Module, loss: Any = F.mse_loss) -> Job:
 def test_a_loss_that_is_not_a_scalar() -> None:
     with pytest.raises(CaptureError, match="scalar"):
         capture(job_of(nn.Linear(4, 4), lambda o, y: (o - y).abs()))
+    with pytest.raises(CaptureError, match=r"scalar tensor.*not \.item\(\)"):
+        capture(job_of(nn.Linear(4, 4), lambda o, y: (o - y).abs().mean().item()))
+
+
+def test_a_loss_that_is_a_class_says_what_to_write() -> None:
+    with pytest.raises(UsageError, match=r"the loss, a class and not MSELoss\(\), failed"):
+        capture(job_of(nn.Linear(4, 4), nn.MSELoss))
 
 
 def test_nothing_to_train() -> None:
@@ -188,5 +195,8 @@ def test_nothing_to_train() -> None:
 
 
 def test_samples_that_do_not_stack_are_named() -> None:
-    with pytest.raises(UsageError, match=r"x\.1"):
+    with pytest.raises(UsageError, match=r"x\.1: .*; pad them to one shape in data\[i\]"):
         stack([((torch.ones(2), torch.ones(i)), 0) for i in (1, 2)])
+    for text in (("a text", 0), {"text": "a text", "label": 0}):
+        with pytest.raises(UsageError, match=r"at x.*: a text is no tensor; tokenize it in data\[i\]"):
+            stack([text])

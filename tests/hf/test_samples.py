@@ -80,9 +80,11 @@ def test_inputs_share_no_memory() -> None:
     assert len({t.data_ptr() for t in (*x.values(), *y["labels"].values())}) == 3
 
 
-@pytest.mark.parametrize("data", [iter([1]), {"train": [1]}], ids=["iterable", "several"])
+@pytest.mark.parametrize(
+    "data", [iter([1]), {"train": [1]}, torch.utils.data.DataLoader([1])], ids=["iterable", "several", "batches"]
+)
 def test_what_is_no_dataset_is_refused(data: Any) -> None:
-    with pytest.raises(UsageError, match="train_dataset is one dataset"):
+    with pytest.raises(UsageError, match=r"train_dataset is one dataset.* of a DataLoader its \.dataset"):
         Samples(data, COLUMNS, name="train_dataset")
 
 
@@ -92,6 +94,12 @@ def test_what_is_no_dataset_is_refused(data: Any) -> None:
 def test_a_collator_that_gives_no_row_for_each_sample_is_named(made: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"data_collator makes of 2 samples no tensor '\w+' with a row for each"):
         micro_batch([{}, {}], [0, 1], lambda rows: made)
+
+
+def test_texts_that_nobody_has_tokenized_are_told_of() -> None:
+    """The model takes none of their columns, so the collator has nothing."""
+    with pytest.raises(UsageError, match=r"given samples \[1\], of which the model takes no column \(tokenize them"):
+        micro_batch([{"text": "a"}] * 2, [1], lambda rows: {"input_ids": torch.tensor([r["input_ids"] for r in rows])})
 
 
 def test_a_length_that_the_graph_has_for_good_is_held() -> None:
