@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import meshcee
@@ -58,7 +57,6 @@ async def test_augmented_images_are_the_same_on_a_mesh() -> None:
     await trained_equal(replace(example.job, steps=2, eval_every=0, eval_data=None))
 
 
-@pytest.mark.slow
 def test_the_table_is_read_right_with_the_average() -> None:
     example = module_of("tabular")
     result = meshcee.train(example.job, local=2)
@@ -69,7 +67,6 @@ def test_the_table_is_read_right_with_the_average() -> None:
         assert example.accuracy(model(x), y) > 0.95
 
 
-@pytest.mark.slow
 async def test_the_notebook_runs_from_its_first_cell_to_its_last() -> None:
     """Inside of a loop that runs already, as a notebook's does."""
     cells = json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
