@@ -203,8 +203,11 @@ def test_a_walk_is_short_and_every_stop_is_there(name: str, most: int) -> None:
 def test_every_habit_has_its_test() -> None:
     rows = [line for line in (ROOT / "docs" / "habits.md").read_text().splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 20
-    for row in rows:
-        file, _, test = row.strip("| ").split(" | ")[-1].partition("::")
+    cells = [row.strip("| ").split(" | ") for row in rows]
+    assert {len(row) for row in cells} == {4}
+    assert len({row[0] for row in cells}) == len(rows), "a habit stands there once"
+    for row in cells:
+        file, _, test = row[-1].partition("::")
         tree = ast.parse((ROOT / file).read_text())
         assert test in {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}, row
 
