@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
+from torch.utils.data import get_worker_info
 
 from meshcee.files.home import Home
 from meshcee.job import Job
@@ -27,6 +29,7 @@ from tests.rig.streams import Counted, sample_of
 pytestmark = [pytest.mark.usefixtures("quick_planning"), pytest.mark.filterwarnings("ignore")]  # of the libraries
 
 ROWS = 1000  # more than a run reads
+FEW = 8  # steps
 
 
 @pytest.fixture(name="hub")
@@ -128,6 +131,41 @@ async def test_a_loader_of_torchdata_goes_on_by_its_own_state(tmp_path: Path) ->
 
     assert_is(await train(job(), 3, MICRO), job())
     assert not {READ_AGAIN, UNUSED} & {*await stopped_and_gone_on_with(tmp_path, job)}
+
+
+class Halved(Counted):
+    """Each of two processes has every other row, and knows where it is."""
+
+    def begin(self) -> int:
+        worker = get_worker_info()
+        self.first = 0 if worker is None else worker.id
+        return super().begin()
+
+    def __iter__(self) -> Iterator[Any]:
+        for k, sample in enumerate(super().__iter__(), start=self.begin()):
+            if k % 2 == self.first:
+                yield sample
+
+
+def as_it_is(number: int) -> dict[str, Any]:
+    """Without chance: the state of a loader does not hold the generators of its processes."""
+    return {"x": [number / 100 + k / 10 for k in range(8)], "text": f"number {number}", "label": number % 5}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # the loader starts its processes many times over, and each imports torch
+async def test_a_loader_with_processes_of_its_own_trains_and_goes_on(tmp_path: Path) -> None:
+    """By its own state, in which each process has a part: nothing is read again."""
+
+    def job() -> Job:
+        data = loader(Halved(ROWS, as_it_is), num_workers=2, multiprocessing_context="spawn")
+        return job_of(data=data, steps=FEW)
+
+    home = Home(tmp_path / "home")
+    await run(home, job(), until=5)
+    with capture_logs() as logged:
+        assert_is(await run(home, job(), resume="last"), job())
+    assert not {READ_AGAIN, UNUSED} & {entry["event"] for entry in logged}
 
 
 def test_a_loader_that_shuffles_is_told_of() -> None:
