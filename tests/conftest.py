@@ -41,7 +41,6 @@ LONGEST = ("tests/mesh/", "tests/storms/", "tests/peers/owner/")
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        gc.enable()  # it collects no tests itself
         os.environ[LOCKS] = folder = tempfile.mkdtemp(prefix="meshcee-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 

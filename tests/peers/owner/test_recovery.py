@@ -45,7 +45,7 @@ from tests.rig.virtual_time import virtual_time
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
 
 STEPS = 30
-FAST = replace(QUICK, directory_poll_s=0.1, record_ttl_s=5.0, lease_ttl_s=5.0, beat_s=0.1, silent_s=3.0, regroup_s=30.0)
+FAST = replace(QUICK, record_ttl_s=5.0, lease_ttl_s=5.0, beat_s=0.1, silent_s=3.0, regroup_s=30.0)
 
 
 def job_of(**changes: object) -> Job:
