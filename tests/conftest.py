@@ -77,7 +77,7 @@ def thawed() -> Iterator[None]:
 
 @pytest.fixture
 def quick_planning() -> Iterator[None]:
-    """A search takes up to half a second for each plan, and measuring for it as long. Not for a test that judges the plan."""
+    """A search takes up to half a second for each plan, and what is measured for it as long. Not for a test that judges the plan."""
     from meshcee.planner import Effort
 
     quick = Effort(events=1_000, rows=10_000)
