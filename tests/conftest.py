@@ -11,7 +11,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -77,18 +77,11 @@ def thawed() -> Iterator[None]:
 
 @pytest.fixture
 def quick_planning() -> Iterator[None]:
-    """A search takes up to half a second for each plan, and what is measured for it as long. Not for a test that judges the plan."""
+    """A search takes up to half a second for each plan. Not for a test that judges the plan."""
     from meshcee.planner import Effort
 
     quick = Effort(events=1_000, rows=10_000)
-    with ExitStack() as stack:
-        for name, value in {
-            "meshcee.planner.live.EFFORT": quick,
-            "meshcee.planner.HURRIED": quick,
-            "peers.measure.probe.MAX_PAYLOAD_BYTES": 1 << 16,
-            "peers.measure.block_profiler.REPEATS_MOST": 3,
-        }.items():
-            stack.enter_context(mock.patch(name, value))
+    with mock.patch("meshcee.planner.live.EFFORT", quick), mock.patch("meshcee.planner.HURRIED", quick):
         yield
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +24,6 @@ from peers.cli.main import main
 from peers.cli.plan import read_scenario
 from peers.cli.session import Screen, configure_logging, printable, read_token
 from peers.cli.view import LineView, RichView
-from tests.mesh.harness import meshcee
 
 HOSTILE = [
     "[/x]",
@@ -149,10 +150,10 @@ def test_a_log_line_spells_out_what_a_terminal_would_obey(capsys: pytest.Capture
 
 def test_the_last_word_of_a_command_is_printable(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("import meshcee\nraise meshcee.MeshceeError('\\x1b[2J' + 'over')\n")
-    done = meshcee("check", str(tmp_path / "job.py"), home=tmp_path)
-    assert done.code == 1
-    assert "\\x1b[2Jover" in done.err
-    assert "\x1b" not in done.err
+    done = _meshcee("check", str(tmp_path / "job.py"))
+    assert done.returncode == 1
+    assert "\\x1b[2Jover" in done.stderr
+    assert "\x1b" not in done.stderr
 
 
 def test_a_token_comes_from_a_file_or_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,12 +187,12 @@ def test_every_command_that_joins_reads_a_token_file(tmp_path: Path) -> None:
         ("plan", "job.py"),
         ("simulate", "job.py"),
     ):
-        done = meshcee(*command, "--join", f"@{tmp_path}/none", home=tmp_path)
-        assert (command, done.code) == (command, 2)
-        assert "none: the file cannot be read" in done.err
-    done = meshcee("status", "--join", f"@{file}", home=tmp_path)
-    assert done.code == 2
-    assert "'no token at all' is neither an invite token" in done.err
+        done = _meshcee(*command, "--join", f"@{tmp_path}/none")
+        assert (command, done.returncode) == (command, 2)
+        assert "none: the file cannot be read" in done.stderr
+    done = _meshcee("status", "--join", f"@{file}")
+    assert done.returncode == 2
+    assert "'no token at all' is neither an invite token" in done.stderr
 
 
 BAD = [
@@ -231,6 +232,12 @@ def test_what_is_json_is_read() -> None:
     for bad in ("NaN", "-Infinity", "1e999", "[" * 100_000):
         with pytest.raises(ValueError, match=r"no number|too large|nested"):
             loads(bad)
+
+
+def _meshcee(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k != "MESHCEE_JOIN"}
+    command = [sys.executable, "-m", "meshcee", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
 
 
 def test_a_machine_without_memory_is_no_bug_of_ours(
