@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import structlog
@@ -73,16 +72,6 @@ def thawed() -> Iterator[None]:
     gc.unfreeze()
     yield
     gc.freeze()
-
-
-@pytest.fixture
-def quick_planning() -> Iterator[None]:
-    """A search takes up to half a second for each plan. Not for a test that judges the plan."""
-    from meshcee.planner import Effort
-
-    quick = Effort(events=1_000, rows=10_000)
-    with mock.patch("meshcee.planner.live.EFFORT", quick), mock.patch("meshcee.planner.HURRIED", quick):
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -19,8 +19,6 @@ from peers.owner.result import Result
 from tests.mesh.harness import meshcee as command
 from tests.peers.member.test_training import Pairs, make_job
 
-pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
-
 HERE = re.escape(__file__)
 ROOT = Path(__file__).parents[1]
 

@@ -1,4 +1,4 @@
-"""What tests of the Trainer share: a tiny model is captured once, and any plan will do."""
+"""What tests of the Trainer share: a tiny model is captured once."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from tests.rig import captures
 
 
 @pytest.fixture(autouse=True)
-def _soon(quick_planning: None) -> Iterator[None]:
+def _captures_are_remembered() -> Iterator[None]:
     with captures.remembered():
         yield

@@ -39,7 +39,7 @@ def environment(home: Path, **more: str) -> dict[str, str]:
     return {**kept, "MESHCEE_HOME": str(home), "OMP_NUM_THREADS": "1", **more}
 
 
-def meshcee(*arguments: str, home: Path, timeout_s: float = 240, cwd: Path | None = None, **variables: str) -> Done:
+def meshcee(*arguments: str, home: Path, timeout_s: float = 120, cwd: Path | None = None, **variables: str) -> Done:
     """Run a command to its end, with these variables in its environment."""
     pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with started(list(arguments), env=environment(home, **variables), cwd=cwd, **pipes) as process:

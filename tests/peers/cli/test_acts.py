@@ -31,8 +31,6 @@ aiohttp = pytest.importorskip("aiohttp", reason="the ui extra is not installed")
 from peers.cli.ui.server import Site, serving  # noqa: E402 - it needs aiohttp
 from tests.peers.cli.test_ui import a_run  # noqa: E402 - it needs aiohttp too
 
-pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
-
 
 async def _told(_: str) -> str:
     return "it is done"

@@ -617,7 +617,7 @@ main(["doctor", "--json"])
 @pytest.mark.parametrize("library", ["torch", "hivemind", "uvloop"])
 def test_a_library_that_is_missing_is_named_by_the_command(library: str, tmp_path: Path) -> None:
     command, env = [sys.executable, "-c", WITHOUT, library], {**os.environ, "MESHCEE_HOME": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=120)
     found = [json.loads(line).get("finding", {}) for line in done.stdout.splitlines()]
     (bad,) = (f for f in found if f.get("what") == library)
     assert (bad["level"], bad["exit_code"]) == ("bad", 3)

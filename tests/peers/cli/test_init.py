@@ -14,8 +14,6 @@ from meshcee.errors import UsageError
 from peers.cli.main import app
 from peers.cli.session import KINDS, load_job, write_job
 
-pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
-
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_that_was_written_trains_as_in_the_plain_loop(tmp_path: Path, kind: str) -> None:

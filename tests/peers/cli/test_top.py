@@ -23,8 +23,6 @@ from tests.peers.cli.test_screen import HOSTILE
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of
 from tests.picture.test_picture import plan, report, status
 
-pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
-
 
 class Given:
     """A source that tells what it is given, and fails when it is told to."""

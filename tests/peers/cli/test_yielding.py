@@ -19,8 +19,6 @@ from peers.node import Departure
 from peers.owner.epoch import Report
 from tests.peers.owner.test_recovery import a_mesh, assert_undisturbed, train
 
-pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
-
 RULE = Rule(leave_after_s=10, return_after_s=60)
 NIGHT = Hours.parse("20:00-07:00")
 
