@@ -2,7 +2,7 @@
 
 `python -m benchmarks.crowd [--peers 16 48] [--settle 600]`, or `python -m benchmarks.scale --real 16 48`, prints JSON. Each
 peer is `meshcee peer` in a process of its own with its own p2pd and DHT node, on loopback. Peers are copies of one process that
-has imported torch (tests/rig/warm.py), or one machine would time its own imports; `cold` is the memory of one that was started
+has imported torch (tests/mesh/warm.py), or one machine would time its own imports; `cold` is the memory of one that was started
 as users start peers. What each peer knows is what its `--metrics` page says. All peers of a figure share the machine's cores,
 so seconds are those of a machine that does the work of so many.
 """
@@ -33,7 +33,7 @@ from benchmarks import crowd_job
 from benchmarks.measure import machine
 from meshcee.eager import plain
 from tests.mesh.harness import environment, meshcee
-from tests.rig.warm import started
+from tests.mesh.warm import started
 
 __all__ = ["main", "measure"]
 
@@ -79,7 +79,7 @@ class Crowd:
             env["MESHCEE_JOIN"] = self.token
         with self._output(name).open("w") as out, (self.home / f"{name}.log").open("w") as log:
             where: Any = {"env": env, "stdout": out, "stderr": log, "start_new_session": True}
-            self.processes[name] = started(command, warm=warm, programs=False, **where)
+            self.processes[name] = started(command, warm=warm, **where)
 
     def found(self, name: str) -> str | None:
         """The token that this peer has printed, once it runs."""

@@ -20,8 +20,6 @@ import structlog
 import torch
 from hypothesis import HealthCheck, settings
 
-gc.disable()  # until the tests are collected: to look through what is made meanwhile takes seconds
-
 # Two slow cores must not turn a property test into a timing test.
 settings.register_profile("meshcee", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("meshcee")
@@ -34,8 +32,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LOCKS = "MESHCEE_TEST_LOCKS"  # a folder that the workers inherit
-# What takes longest, first: else one worker is left alone with it at the end.
-LONGEST = ("tests/mesh/", "tests/storms/", "tests/peers/owner/")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,13 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
-
-
 def pytest_collection_finish() -> None:
-    gc.enable()
     gc.freeze()  # torch and the tests: a run need not look through them, 0.2 s each time
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,6 @@ import meshcee
 from meshcee.errors import CaptureError, MeshceeError, UsageError
 from meshcee.sampling.order import read
 from peers.owner.result import Result
-from tests.mesh.harness import meshcee as command
 from tests.peers.member.test_training import Pairs, make_job
 
 HERE = re.escape(__file__)
@@ -115,11 +115,15 @@ def test_the_command_names_the_line_and_shows_the_traceback_when_asked(tmp_path:
         "        return 1 / 0\n"
         "job = make_job(data=Bad(96))\n"
     )
+    command = [sys.executable, "-m", "meshcee", "train", str(job), "--local", "1"]
+    environment = {**os.environ, "MESHCEE_HOME": str(tmp_path / "home")}
     for level in ("warning", "debug"):
-        done = command("train", str(job), "--local", "1", home=tmp_path / "home", cwd=ROOT, MESHCEE_LOG=level)
-        assert done.code == 2
-        assert f"meshcee: data[0] failed at {job}:4: ZeroDivisionError: division by zero" in done.err
-        assert ("return 1 / 0" in done.err) == (level == "debug")
+        done = subprocess.run(
+            command, env={**environment, "MESHCEE_LOG": level}, cwd=ROOT, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 2
+        assert f"meshcee: data[0] failed at {job}:4: ZeroDivisionError: division by zero" in done.stderr
+        assert ("return 1 / 0" in done.stderr) == (level == "debug")
 
 
 # -- around join ---------------------------------------------------------------------------------------------------

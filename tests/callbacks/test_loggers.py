@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import csv
 import errno
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -23,7 +25,6 @@ from meshcee.files import disk
 from meshcee.files.home import Home
 from peers.owner.epoch import Report
 from peers.state.checkpoint import CheckpointStore
-from tests.mesh.harness import meshcee
 from tests.rig.disks import RefusingDisk
 from tests.rig.job_file import JOB
 
@@ -213,8 +214,12 @@ def test_what_is_no_logger_is_refused(name: str, says: str) -> None:
 def test_a_local_run_logs_and_keeps_a_folder_with_checkpoints(tmp_path: Path) -> None:
     """`train --local` keeps what a run on a mesh keeps."""
     (tmp_path / "job.py").write_text(JOB)
-    done = meshcee("train", "job.py", "--local", "2", "--log", "csv:run.csv", home=tmp_path / "home", cwd=tmp_path)
-    assert done.code == 0, done.err
+    command = [sys.executable, "-m", "meshcee", "train", "job.py", "--local", "2", "--log", "csv:run.csv"]
+    environment = {**os.environ, "MESHCEE_HOME": str(tmp_path / "home")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
     run = Home(tmp_path / "home").run("last")
     assert run.state == "done"
     assert CheckpointStore(run.checkpoints).complete()[0].next_step == 3

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from tests.rig.warm import started
+from tests.mesh.warm import started
 
 START_S = 60.0
 
@@ -39,10 +39,10 @@ def environment(home: Path, **more: str) -> dict[str, str]:
     return {**kept, "MESHCEE_HOME": str(home), "OMP_NUM_THREADS": "1", **more}
 
 
-def meshcee(*arguments: str, home: Path, timeout_s: float = 120, cwd: Path | None = None, **variables: str) -> Done:
-    """Run a command to its end, with these variables in its environment."""
+def meshcee(*arguments: str, home: Path, timeout_s: float = 120, cwd: Path | None = None) -> Done:
+    """Run a command to its end."""
     pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with started(list(arguments), env=environment(home, **variables), cwd=cwd, **pipes) as process:
+    with started(list(arguments), env=environment(home), cwd=cwd, **pipes) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
         finally:

@@ -180,8 +180,8 @@ def test_the_second_interrupt_aborts_with_130_and_frees_the_peers(mesh: Peers, t
 def test_a_killed_p2pd_is_restarted_and_its_peer_comes_back(tmp_path: Path) -> None:
     home = tmp_path / "home"
     with peers(home, 2) as mesh:
-        below = psutil.Process(mesh.processes["peer-1"].pid).children(recursive=True)
-        [daemon] = (process for process in below if process.name() == "p2pd")
+        launcher = psutil.Process(mesh.processes["peer-1"].pid).children()[0]
+        daemon = launcher.children()[0]
         daemon.kill()
         daemon.wait(5)
 

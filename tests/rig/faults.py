@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshcee.capture import Capture
+from meshcee.capture import Capture, capture
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import PeerLostError
 from meshcee.job import Job, Optimizer
@@ -40,7 +40,6 @@ from peers.state.keeping import Supplies
 from peers.state.policy import Cadence
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire.failures import GRACE_S
-from tests.rig.captures import capture
 from tests.rig.frames import watched_frames
 from tests.rig.mesh_fixture import agreed, beside, even_plan, grouped
 from tests.rig.virtual_time import run

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from meshcee.capture import Capture
+from meshcee.capture import Capture, capture
 from meshcee.config import Limits, Timeouts
 from meshcee.job import Job
 from meshcee.plan import Member as PlanMember
@@ -26,7 +26,6 @@ from peers.state.keeping import Supplies
 from peers.transport.memory import MemoryNetwork
 from peers.wire.neighbour_link import Crossed
 from peers.wire.offer import Offer
-from tests.rig.captures import capture
 
 
 def even_plan(

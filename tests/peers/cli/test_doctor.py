@@ -572,7 +572,6 @@ def test_ports_to_be_dialled_are_those_of_peers_here_or_else_of_a_daemon_that_li
 # -- the command
 
 
-@pytest.mark.usefixtures("warm_programs")
 def test_the_command_finds_this_machine_fit_for_a_mesh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -588,7 +587,6 @@ def test_the_command_finds_this_machine_fit_for_a_mesh(
     assert not (tmp_path / "home").exists()
 
 
-@pytest.mark.usefixtures("warm_programs")
 def test_a_home_that_cannot_be_written_ends_the_command_with_its_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,7 +57,10 @@ async def workers(work: str = HOSTILE, limits: Limits = LIMITS) -> AsyncIterator
 async def ready(found: Workers) -> int:
     """The process id of the one that waits for a task."""
     await found.get_ready()
-    [worker] = (worker for source in psutil.Process().children() for worker in source.children())
+    [source] = (
+        child for child in psutil.Process().children() if HOSTILE in child.cmdline() or CHECKING in child.cmdline()
+    )
+    [worker] = source.children()
     return worker.pid
 
 
@@ -111,7 +114,6 @@ RARER = [
 ]
 
 
-@pytest.mark.usefixtures("warm_programs")
 @pytest.mark.parametrize("deeds", [FATAL, pytest.param(RARER, marks=pytest.mark.slow)], ids=["common", "rarer"])
 async def test_whatever_ends_a_worker_is_a_refusal_and_the_next_graph_passes(deeds: list[tuple[bytes, str]]) -> None:
     data = graph()
@@ -149,7 +151,6 @@ async def test_what_the_kernel_refuses_is_said_and_not_fatal() -> None:
     assert "open files" in logs[0]["which_can_still"]
 
 
-@pytest.mark.usefixtures("warm_programs")
 async def test_a_spare_that_has_died_is_replaced_and_blames_no_graph() -> None:
     data = graph()
     async with workers() as found:

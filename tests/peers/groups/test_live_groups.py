@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from dht.signing import Identity
+from meshcee.capture import capture
 from meshcee.config import Timeouts
 from meshcee.equality.trial import why_not_shared
 from meshcee.errors import ProtocolError, unwrap
@@ -37,7 +38,6 @@ from peers.planning.job_costs import costs_of, sizes_of
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.rig import zoo
-from tests.rig.captures import capture
 from tests.rig.reference import Reference, reference
 from tests.rig.virtual_time import virtual_time
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshcee.capture import Capture, encode_program
+from meshcee.capture import Capture, capture, encode_program
 from meshcee.capture.graph.same_work import alike, tied
 from meshcee.config import Limits
 from meshcee.errors import PlanError, ProtocolError
@@ -31,7 +31,6 @@ from peers.transport.memory import MemoryNetwork
 from peers.wire import messages
 from tests.peers.member.test_training import make_job
 from tests.rig import zoo
-from tests.rig.captures import capture
 from tests.rig.virtual_time import virtual_time
 
 MEMORY = 1 << 30

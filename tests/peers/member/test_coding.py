@@ -11,6 +11,7 @@ import structlog
 import torch
 from torch import nn
 
+from meshcee.capture import capture
 from meshcee.codec import CODECS, noise_seed
 from meshcee.errors import NonFiniteLossError, ProtocolError, UsageError
 from meshcee.job import Job, Optimizer
@@ -21,7 +22,6 @@ from peers.member.coding import Coding
 from peers.transport.base import Frame
 from peers.wire import messages
 from peers.wire.offer import Offer, Terms
-from tests.rig.captures import capture
 from tests.rig.mesh_fixture import Trained, even_plan, train
 from tests.rig.reference import reference
 

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 
+from meshcee.capture import capture
 from meshcee.config import Limits, Timeouts
 from meshcee.eager import plain
 from meshcee.errors import GraphError
@@ -29,7 +30,6 @@ from peers.wire.offer import Offer, Terms
 from peers.wire.weights import StateSender
 from tests.peers.measure.test_block_profiler import profiler, request_of
 from tests.peers.member.test_training import make_job
-from tests.rig.captures import capture
 from tests.rig.mesh_fixture import even_plan, members
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers need Linux")
@@ -51,7 +51,6 @@ def offering(deed: bytes) -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("warm_programs")
 async def test_a_peer_survives_offers_and_profiles_that_end_the_check_and_trains_the_next_job() -> None:
     job = make_job()
     captured, network, limits = capture(job), MemoryNetwork(), replace(Limits(), check_s=0.5, check_bytes=256 << 20)

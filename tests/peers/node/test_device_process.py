@@ -88,7 +88,6 @@ async def test_a_job_is_trained_as_in_one_process() -> None:
     assert all(torch.equal(tensor, inside.state[name]) for name, tensor in outside.state.items())
 
 
-@pytest.mark.usefixtures("warm_programs")
 @pytest.mark.parametrize(
     ("number", "silent_s", "how"),
     [

@@ -34,6 +34,7 @@ from benchmarks.rehearsal import (
 from meshcee.adapt.paces import Paces
 from meshcee.adapt.rule import Level
 from meshcee.adapt.senses import DOUBTFUL, FAST, LASTING_STEPS, Carries, Computes, Feeds, Joined, Reads, Senses
+from meshcee.capture import capture
 from meshcee.eager import plain
 from meshcee.events import Event
 from meshcee.figures.measured import Measured
@@ -51,7 +52,6 @@ from peers.owner.adaptation import Adaptation, Change, Newcomers
 from peers.owner.job_run import Result
 from peers.planning.coordinator import PlanRequest
 from peers.transport.memory import Impairment, MemoryNetwork
-from tests.rig.captures import capture
 
 
 def about(times: float) -> Any:

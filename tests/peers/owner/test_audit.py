@@ -16,6 +16,7 @@ from torch import nn
 from benchmarks import virtual_chaos
 from benchmarks.storm_job import MICRO, STEPS, captured_job, expected, job_of
 from meshcee.audit import chosen
+from meshcee.capture import capture
 from meshcee.errors import ProtocolError, UsageError, unwrap
 from meshcee.figures import DeviceProfile
 from meshcee.job import PER_PARAMETER, Job, Optimizer
@@ -28,7 +29,6 @@ from peers.transport.stream import FramedStream
 from peers.wire import messages
 from tests.rig import audited
 from tests.rig.audited import Watched, identity, watch
-from tests.rig.captures import capture
 from tests.rig.liars import LIES, Liar
 from tests.rig.mesh_fixture import beside, even_plan
 from tests.rig.virtual_time import quiet, run

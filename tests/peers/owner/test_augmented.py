@@ -16,6 +16,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 
+from meshcee.capture import capture
 from meshcee.eager import plain
 from meshcee.errors import UsageError
 from meshcee.events import Event
@@ -33,7 +34,6 @@ from peers.planning.asking import question
 from peers.planning.job_costs import SAMPLES
 from tests.peers.member.test_training import make_job
 from tests.peers.owner import test_recovery as recovery
-from tests.rig.captures import capture
 from tests.rig.disks import RefusingDisk
 from tests.rig.mesh_fixture import train
 

@@ -14,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from meshcee.capture import capture
 from meshcee.eager import plain, plain_steps
 from meshcee.errors import UsageError
 from meshcee.files.home import Home
@@ -25,7 +26,6 @@ from peers.owner.result import Result
 from peers.state.checkpoint import check_same, description
 from tests.peers.member.test_training import Pairs, make_job
 from tests.peers.owner.test_recovery import a_mesh, stage_of
-from tests.rig.captures import capture
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
 

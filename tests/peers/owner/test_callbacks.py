@@ -16,7 +16,7 @@ from torch import nn
 
 import meshcee
 from meshcee.callbacks import Callback, Control
-from meshcee.capture import Capture
+from meshcee.capture import Capture, capture
 from meshcee.eager import plain, plain_steps
 from meshcee.errors import UsageError, unwrap
 from meshcee.events import Event
@@ -27,7 +27,6 @@ from peers.owner.job_run import Result
 from peers.state.checkpoint import CheckpointStore
 from tests.peers.member.test_training import Pairs, make_job
 from tests.peers.owner.test_recovery import a_mesh, stage_of
-from tests.rig.captures import capture
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from meshcee.capture import capture
 from meshcee.equality import why_not_shared
 from meshcee.job import Job, Optimizer
 from meshcee.stage.plan_checks import why_one_pipeline
 from tests.rig import zoo
-from tests.rig.captures import capture
 from tests.rig.mesh_fixture import Trained, beside, train
 from tests.rig.reference import reference
 

@@ -18,6 +18,7 @@ import pytest
 import structlog.testing
 import torch
 
+from meshcee.capture import capture
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.events import Event
 from meshcee.files.home import Home
@@ -35,7 +36,6 @@ from tests.peers.groups.test_live_groups import Lopsided, lopsided, losses_of
 from tests.peers.groups.test_live_groups import assert_close as assert_live
 from tests.peers.groups.test_live_groups import train as train_live
 from tests.peers.member.test_training import make_job
-from tests.rig.captures import capture
 from tests.rig.faults import (
     LEFT_WITHIN_S,
     STRUCK,

@@ -15,7 +15,7 @@ import torch
 from structlog.testing import capture_logs
 
 from meshcee.callbacks import Callback
-from meshcee.capture import Capture
+from meshcee.capture import Capture, capture
 from meshcee.config import Timeouts
 from meshcee.eager import plain
 from meshcee.errors import PeerLostError, unwrap
@@ -39,7 +39,6 @@ from peers.wire.failures import Failures
 from peers.wire.offer import Offer
 from peers.wire.weights import names_of
 from tests.peers.member.test_training import make_job
-from tests.rig.captures import capture
 from tests.rig.virtual_time import virtual_time
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshcee.capture import Capture
+from meshcee.capture import Capture, capture
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import MeshceeError
 from meshcee.job import Job, Optimizer
@@ -29,7 +29,6 @@ from peers.state.policy import Cadence
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire.offer import Offer
 from peers.wire.pulse import while_moving
-from tests.rig.captures import capture
 from tests.rig.mesh_fixture import agreed, even_plan
 from tests.rig.virtual_time import quiet, run, virtual_time
 

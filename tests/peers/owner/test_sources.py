@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import IterableDataset, WeightedRandomSampler
 
+from meshcee.capture import capture
 from meshcee.eager import plain
 from meshcee.equality import check
 from meshcee.errors import UsageError, unwrap
@@ -30,7 +31,6 @@ from peers.owner.result import Result
 from peers.state.checkpoint import CheckpointStore
 from tests.peers.member.test_training import make_job
 from tests.peers.owner import test_recovery as recovery
-from tests.rig.captures import capture
 from tests.rig.mesh_fixture import train
 from tests.rig.reference import reference
 from tests.rig.streams import Counted, Plain, sample_of

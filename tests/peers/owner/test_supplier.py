@@ -18,7 +18,7 @@ from torch import nn
 
 import meshcee
 from dht.records import PeerRecord
-from meshcee.capture import Capture
+from meshcee.capture import Capture, capture
 from meshcee.config import Limits, Timeouts
 from meshcee.eager import plain
 from meshcee.errors import NotPermittedError, PeerLostError, UsageError, unwrap
@@ -42,7 +42,6 @@ from peers.wire import messages
 from peers.wire.messages import Round
 from tests.peers.member.test_training import Pairs, make_job
 from tests.peers.owner.test_recovery import FAST
-from tests.rig.captures import capture
 from tests.rig.mesh_fixture import beside, even_plan, grouped
 from tests.rig.virtual_time import virtual_time
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from meshcee.capture import capture
 from meshcee.errors import PlanError, UsageError
 from peers.planning.given import check_plan, placed
 from tests.peers.groups.test_groups import mixing_job
 from tests.peers.member.test_training import make_job
-from tests.rig.captures import capture
 from tests.rig.mesh_fixture import beside, even_plan, grouped
 
 NAMES = {"id-a": "p0", "id-b": "p1", "id-c": "p2"}

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from meshcee.capture import capture
 from meshcee.job import Job, Optimizer
 from peers.planning.job_costs import costs_of, least_samples, sizes_of
-from tests.rig.captures import capture
 
 
 def job_of(model: nn.Module, shape: tuple[int, ...], **changes: Any) -> Job:

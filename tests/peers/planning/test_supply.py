@@ -18,6 +18,7 @@ from torch import nn
 from dht import Identity
 from meshcee.adapt.feeding import Feeding
 from meshcee.adapt.senses import LASTING_STEPS, Feeds, Reads, Shift
+from meshcee.capture import capture
 from meshcee.config import Timeouts
 from meshcee.eager import plain
 from meshcee.errors import ProtocolError
@@ -39,7 +40,6 @@ from peers.transport.memory import Impairment, MemoryNetwork
 from tests.mutation import breaks, changed
 from tests.peers.measure.test_depths import MICRO, MICROS, Wide, about, answers_of
 from tests.peers.owner.test_supplier import Here
-from tests.rig.captures import capture
 from tests.rig.mesh_fixture import train
 from tests.rig.mutations import check_every_field
 from tests.rig.virtual_time import virtual_time

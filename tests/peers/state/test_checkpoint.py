@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from meshcee.capture import Capture
+from meshcee.capture import Capture, capture
 from meshcee.config import Timeouts
 from meshcee.eager import plain
 from meshcee.errors import CheckpointError, MeshceeError, UsageError, unwrap
@@ -42,7 +42,6 @@ from peers.wire.offer import Offer, Terms
 from peers.wire.weights import digest_of
 from tests.mutation import breaks, changed
 from tests.peers.member.test_training import make_job
-from tests.rig.captures import capture
 from tests.rig.mesh_fixture import even_plan
 from tests.rig.reference import reference
 from tests.rig.virtual_time import virtual_time

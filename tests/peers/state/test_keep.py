@@ -21,6 +21,7 @@ from benchmarks import virtual_chaos
 from benchmarks.going_back import going_back
 from benchmarks.virtual_chaos import Storm, job_of, quick_planning, stormy
 from benchmarks.virtual_chaos import train as train_under
+from meshcee.capture import capture
 from meshcee.config import Timeouts
 from meshcee.eager import plain
 from meshcee.errors import ProtocolError, StaleTermError
@@ -41,7 +42,6 @@ from peers.wire.member_link import Link
 from peers.wire.offer import Offer, Terms
 from peers.wire.weights import digest_of, digests_in, digests_of
 from tests.peers.member.test_training import make_job
-from tests.rig.captures import capture
 from tests.rig.mesh_fixture import even_plan, grouped, train
 from tests.rig.virtual_time import run
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshcee.capture import Capture
+from meshcee.capture import Capture, capture
 from meshcee.config import Limits, Timeouts
 from meshcee.eager import plain
 from meshcee.errors import PeerLostError
@@ -33,7 +33,6 @@ from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire import messages
 from peers.wire.offer import Offer
 from peers.wire.weights import digest_of
-from tests.rig.captures import capture
 from tests.rig.frames import watched_frames
 from tests.rig.mesh_fixture import even_plan, members
 from tests.rig.virtual_time import virtual_time
