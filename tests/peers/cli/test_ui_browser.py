@@ -37,7 +37,7 @@ from peers.cli.ui.server import EVERY_S, Site, serving
 from tests.peers.cli.test_ui import a_run  # it needs aiohttp too
 from tests.rig.browser import BROWSER, WHY_NOT, Page, a_page
 
-pytestmark = pytest.mark.skipif(BROWSER is None, reason=WHY_NOT)
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason=WHY_NOT)]
 
 STEPS, KILLED_AT, LOOKED_AT = 40, 16, 8
 HAS_CURVE = "(() => { const c = document.querySelector('#loss canvas'); return c && c.width > 100; })()"
@@ -46,7 +46,6 @@ EVENTS_END = "document.getElementById('card-moments').getBoundingClientRect().bo
 MOMENTS = "document.getElementById('moments').innerText"
 
 
-@pytest.mark.slow
 async def test_a_mesh_trains_and_a_peer_is_killed(tmp_path: Path) -> None:
     home, said = Home(tmp_path / "home"), list[str]()
     job = replace(job_of(), name="small-model", steps=STEPS, checkpoint_every=0)
@@ -95,7 +94,6 @@ async def test_a_mesh_trains_and_a_peer_is_killed(tmp_path: Path) -> None:
     assert asked.pop().startswith("127.0.0.1:")
 
 
-@pytest.mark.slow
 async def test_the_page_says_the_last_and_that_it_is_over(tmp_path: Path) -> None:
     home, said = Home(tmp_path / "home"), list[str]()
     async with a_page(tmp_path) as page:
