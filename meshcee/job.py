@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -41,6 +42,21 @@ REFUSED = {
     "SGDScheduleFree": "it computes with other weights than it evaluates: Job(ema=0.999) has an average to evaluate",
 }
 
+_WHOLE, _FLAG, _FUNCTION = (Integral, "a whole number of 64 bits"), (bool, "True or False"), (Callable, "a function")
+# What a field is, where another type would fail far from here.
+FIELDS: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(("batch_size", "steps", "seed", "micro_batch_size"), _WHOLE),
+    **dict.fromkeys(("eval_every", "checkpoint_every", "workers", "threads"), _WHOLE),
+    **dict.fromkeys(("clip_norm", "ema", "audit"), (Real, "a number")),
+    **dict.fromkeys(("direct_sums", "recompute", "groups", "adapt", "verify", "eval_ema"), _FLAG),
+    **dict.fromkeys(("loss", "weight", "collate"), _FUNCTION),
+    "model": (Callable, "an nn.Module, or a function that makes one"),
+    "metrics": (Mapping, "a dict of names and functions"),
+    "weights": ((str, os.PathLike), "a path"),
+    "cuts": ((tuple, list), "a tuple of names of modules"),
+    "name": (str, "a text"),
+}
+
 
 class Optimizer:
     """A torch.optim class by name, with options and parameter groups by name pattern.
@@ -54,6 +70,8 @@ class Optimizer:
     """
 
     def __init__(self, name: str, *, groups: Mapping[str, Mapping[str, Any]] | None = None, **options: Any) -> None:
+        if not isinstance(groups or {}, Mapping) or not all(isinstance(g, Mapping) for g in (groups or {}).values()):
+            raise UsageError('groups are options by a pattern of names: groups={"*.bias": {"weight_decay": 0.0}}')
         for kind in (name, *(extra["class"] for extra in (groups or {}).values() if "class" in extra)):
             if kind not in PER_PARAMETER:
                 why = f"cannot be split over stages, as {REFUSED[kind]}" if kind in REFUSED else "is no name known here"
@@ -395,6 +413,11 @@ class Job:
         return isinstance(self.data, IterableDataset) or not _is_map(self.data)
 
     def __post_init__(self) -> None:
+        for name, (kind, said) in FIELDS.items():
+            value, spared = getattr(self, name), type(self).__dataclass_fields__[name].default is None
+            fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+            if not (value is None and spared) and not (fits and (kind is not Integral or abs(value) < 1 << 64)):
+                raise UsageError(f"{name} is {said}{', or None' if spared else ''}; got {value!r:.80}")
         if not isinstance(self.optimizer, Optimizer):
             found = getattr(self.optimizer, "__name__", type(self.optimizer).__name__)
             raise UsageError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+from dataclasses import fields
 from typing import Any
 from unittest import mock
 
@@ -149,11 +151,59 @@ def test_what_is_no_optimizer_on_the_wire_is_refused(data: dict[str, Any]) -> No
         ({"clip_norm": -1.0}, "clip_norm"),
         ({"data": iter([])}, "map-style"),
         ({"eval_every": 2}, "eval_data"),
+        ({"steps": "10"}, "steps is a whole number of 64 bits; got '10'"),
+        ({"batch_size": 4.0}, "batch_size is a whole number of 64 bits; got 4.0"),
+        ({"seed": None}, "seed is a whole number of 64 bits; got None"),
+        ({"clip_norm": "1"}, "clip_norm is a number, or None; got '1'"),
+        ({"audit": True}, "audit is a number; got True"),
+        ({"metrics": max}, "metrics is a dict of names and functions; got <built-in"),
     ],
 )
 def test_a_job_that_has_no_meaning_says_what_to_change(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         make(**changes)
+
+
+JUNK = [
+    None,
+    True,
+    0,
+    -1,
+    3,
+    1 << 80,
+    0.5,
+    math.nan,
+    math.inf,
+    "10",
+    "",
+    b"x",
+    [],
+    ["x"],
+    (),
+    {},
+    {"x": 1},
+    {1},
+    object(),
+    max,
+]
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(Job)])
+def test_whatever_stands_in_a_field_is_taken_or_refused_in_a_sentence(name: str) -> None:
+    refusals = []
+    for value in JUNK:
+        try:
+            make(**{name: value})
+        except UsageError as error:
+            refusals.append(str(error))
+    assert refusals
+    assert not [told for told in refusals if "\n" in told or len(told) > 400]
+
+
+@pytest.mark.parametrize("groups", [["*.bias"], "*.bias", {"*.bias": 1e-3}])
+def test_groups_that_are_no_options_by_pattern_are_refused(groups: Any) -> None:
+    with pytest.raises(UsageError, match="options by a pattern of names"):
+        Optimizer("AdamW", groups=groups)
 
 
 def test_schedules_drive_what_they_drive_in_torch() -> None:

@@ -251,6 +251,8 @@ def _constructed(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module
 @generators_put_back()  # forward may seed or draw, and so may the function that builds the model
 def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     """Export, cut and price the job's model. `evaluate` asks for the evaluation program too (default: if eval_data)."""
+    if not isinstance(job, Job):
+        raise UsageError(f"a run is told of by meshcee.Job(model=..., loss=..., data=...); got {type(job).__name__}")
     start_s = time.perf_counter()
     refuse_settings()
     teach_shapes()
