@@ -138,10 +138,10 @@ class Trainer:
     def _job(self) -> Job:
         """This script, in the words of a Job."""
         args, state = self.args, transformers().TrainerState()
-        steps, per_epoch = arguments.steps_of(args, len(self.train_dataset))
+        data = self._samples(self.train_dataset, "train_dataset")
+        steps, per_epoch = arguments.steps_of(args, len(data))
         state.compute_steps(args, steps)
         micro, accumulated = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        data = self._samples(self.train_dataset, "train_dataset")
         if (left := len(data) % (micro * accumulated)) and not args.dataloader_drop_last:
             log.warning("each epoch leaves samples out, as with dataloader_drop_last=True", samples=left, of=len(data))
         looked_at = self._looked_at(data, self._batches())
@@ -333,6 +333,13 @@ class Trainer:
         """Without this one, or the first of this class."""
         self.callback_handler.remove_callback(callback)
 
+    def __getattr__(self, name: str) -> Any:
+        """Of the library's methods, those that have no meaning here say what to write."""
+        if name.startswith("_") or not hasattr(transformers().Trainer, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        do = INSTEAD.get(name, "peers compute the captured model, and none of the library's loop runs")
+        raise AbsentError(f"meshcee.hf.Trainer has no {name}: {do}")
+
     # -- what the library knows of the model ---------------------------------------------------------------------------
 
     def _samples(self, data: Any, name: str) -> Samples:
@@ -385,7 +392,16 @@ INSTEAD = {
     "compute_loss_func": "compute the loss in the model's own forward, or use meshcee.Job(loss=...)",
     "optimizers": "write TrainingArguments(optim=..., lr_scheduler_type=...), or use meshcee.Job",
     "optimizer_cls_and_kwargs": "write TrainingArguments(optim=...), or use meshcee.Job",
+    "push_to_hub": "write trainer.model.push_to_hub(...), which has the trained weights",
+    "hyperparameter_search": "make a Trainer with other TrainingArguments for each trial",
+    "create_optimizer": "write TrainingArguments(optim=...), or use meshcee.Job",
+    "create_scheduler": "write TrainingArguments(lr_scheduler_type=...), or use meshcee.Job",
+    "compute_loss": "compute the loss in the model's own forward, or use meshcee.Job(loss=...)",
 }
+
+
+class AbsentError(UsageError, AttributeError):
+    """Of a method of the library's Trainer that ours has not; `hasattr` says False."""
 
 
 def _refuse_overridden(kind: type) -> None:

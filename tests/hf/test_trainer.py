@@ -243,6 +243,25 @@ def test_a_subclass_that_computes_steps_itself_is_refused(tmp_path: Path) -> Non
         Mine(llama(), arguments(tmp_path))
 
 
+def test_what_the_librarys_trainer_has_besides_says_what_to_write(tmp_path: Path) -> None:
+    trainer = Trainer(llama(), arguments(tmp_path))
+    with pytest.raises(UsageError, match=r"has no push_to_hub: write trainer\.model\.push_to_hub"):
+        trainer.push_to_hub()
+    absent = [name for name in vars(transformers.Trainer) if name[0] != "_" and not hasattr(trainer, name)]
+    assert len(absent) > 20
+    for name in absent:
+        with pytest.raises(UsageError, match=f"has no {name}: "):
+            getattr(trainer, name)
+    with pytest.raises(AttributeError, match="has no attribute 'push_to_hob'"):
+        trainer.push_to_hob()
+
+
+@pytest.mark.parametrize("data", [{"train": texts(8)}, iter(texts(8)), 3], ids=["sets", "iterator", "number"])
+def test_what_is_not_one_dataset_is_refused(tmp_path: Path, data: Any) -> None:
+    with pytest.raises(UsageError, match="train_dataset is one dataset that has a length"):
+        Trainer(llama(), arguments(tmp_path), train_dataset=data)
+
+
 def test_a_model_without_a_loss_is_refused_with_what_to_write(tmp_path: Path) -> None:
     data = [{name: text[name] for name in ("input_ids", "attention_mask")} for text in texts(8)]
     trainer = Trainer(llama(), arguments(tmp_path), train_dataset=data)
