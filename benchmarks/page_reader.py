@@ -13,7 +13,8 @@ import time
 
 import aiohttp
 
-FILES = ("style.css", "uplot.css", "uplot.js", "page.js", "dom.js", "charts.js", "mesh.js", "plan.js")
+from peers.cli.ui.page import FILES
+
 MOST_BYTES = 64 << 20  # of a message
 
 
@@ -24,7 +25,7 @@ async def read(address: str) -> None:
     cookies = aiohttp.CookieJar(unsafe=True)  # the host is an address
     try:
         async with aiohttp.ClientSession(cookie_jar=cookies, read_bufsize=MOST_BYTES) as session:
-            for name in (f"?token={token}", *FILES):
+            for name in (f"?token={token}", *(name for name in FILES if name != "index.html")):
                 async with session.get(root + name) as answer:
                     answer.raise_for_status()
                     found["bytes"] += len(await answer.read())

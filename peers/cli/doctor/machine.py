@@ -35,6 +35,7 @@ from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import Versions
 from meshcee.files import Home, is_locked, loads
 from peers.cli.doctor.facts import Device, Folder, Guards, Memory, Network, Package, Pass, Process, Shared, Unseen
+from peers.cli.joining.owner_use import busy_core_seconds
 
 __all__ = [
     "Row",
@@ -199,9 +200,9 @@ def _droppable(group: Path) -> int:
 
 def shared() -> Shared:
     """Blocks for a moment. In a container the processes of others have no names here, and count all the same."""
-    before, busy_before, start_s = _core_seconds(), _busy_s(), time.monotonic()
+    before, busy_before, start_s = _core_seconds(), busy_core_seconds(), time.monotonic()
     time.sleep(MOMENT_S)
-    after, busy, took_s = _core_seconds(), _busy_s(), time.monotonic() - start_s
+    after, busy, took_s = _core_seconds(), busy_core_seconds(), time.monotonic() - start_s
     rest, cores = psutil.virtual_memory(), psutil.cpu_count() or 1
     ours = psutil.Process()
     ours_s = after.get(ours.pid, ("", 0.0, 0))[1] - before.get(ours.pid, ("", 0.0, 0))[1]
@@ -216,11 +217,6 @@ def shared() -> Shared:
         tuple(sorted((one for one in by_cores if one[1] >= 0.05), key=lambda one: -one[1])[:MOST_SHOWN]),
         tuple(sorted((one for one in by_bytes if one[1] >= 64 << 20), key=lambda one: -one[1])[:MOST_SHOWN]),
     )
-
-
-def _busy_s() -> float:
-    times = psutil.cpu_times()
-    return float(times.user + times.nice + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0))
 
 
 def _core_seconds() -> dict[int, tuple[str, float, int]]:

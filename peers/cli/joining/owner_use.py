@@ -16,7 +16,7 @@ import psutil
 
 from peers.cli.joining.yielding import Seen
 
-__all__ = ["Machine", "is_metered", "use_by_others"]
+__all__ = ["Machine", "busy_core_seconds", "is_metered", "use_by_others"]
 
 TOOL_S = 5.0
 MOST_TOOL_BYTES = 256 << 10
@@ -58,13 +58,18 @@ class Machine:
         return self._metered[1]
 
     def _cpu_of_others(self, now_s: float, ours_s: float) -> float | None:
-        times = psutil.cpu_times()
-        busy_s = times.user + times.nice + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0)
+        busy_s = busy_core_seconds()
         before, self._before = self._before, (now_s, busy_s, ours_s)
         if before is None or now_s <= before[0]:
             return None
         others_s = (busy_s - before[1]) - max(0.0, ours_s - before[2])
         return min(1.0, max(0.0, others_s / ((now_s - before[0]) * (psutil.cpu_count() or 1))))
+
+
+def busy_core_seconds() -> float:
+    """That all cores of this machine have computed since it began, for whomever."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + getattr(times, "irq", 0.0) + getattr(times, "softirq", 0.0))
 
 
 def _family() -> dict[int, float]:
