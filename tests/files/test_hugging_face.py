@@ -14,6 +14,7 @@ from torch import nn
 from meshcee.errors import UsageError
 from meshcee.files.hugging_face import described, write
 from meshcee.nn import quantize_frozen
+from tests.hf.tiny import noted
 
 transformers = pytest.importorskip("transformers", reason="the examples' extra is not installed")
 
@@ -21,19 +22,6 @@ transformers = pytest.importorskip("transformers", reason="the examples' extra i
 def tiny() -> Any:
     sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
-
-
-def noted(model: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor], set[str]]:
-    """As a checkpoint's manifest has it: the model, every tensor of it once, the names that training changes."""
-    first: dict[int, str] = {}
-    aliases, state = {}, {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in first:
-            aliases[name] = first[id(tensor)]
-        else:
-            first[id(tensor)], state[name] = name, tensor.detach() + 1  # trained: other values than the module's
-    changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {**described(model), "aliases": aliases}, state, changed
 
 
 def test_a_whole_model_is_written_by_the_library_and_loads_back(tmp_path: Path) -> None:

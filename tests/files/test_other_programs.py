@@ -19,8 +19,7 @@ import pytest
 import torch
 
 from meshcee.files.hugging_face import write
-from tests.files.test_hugging_face import noted
-from tests.hf.tiny import WORDS, llama, tokenizer_of_words
+from tests.hf.tiny import WORDS, llama, noted, tokenizer_of_words
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the libraries
 

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
+from meshcee.files.hugging_face import described
 
 WORDS, LENGTH = 48, 12
 
@@ -21,6 +24,19 @@ def llama(layers: int = 2) -> Any:
         vocab_size=WORDS, max_position_embeddings=LENGTH, num_hidden_layers=layers, **sizes
     )
     return transformers.LlamaForCausalLM(config)
+
+
+def noted(model: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor], set[str]]:
+    """As a checkpoint's manifest has it: the model, every tensor of it once, the names that training changes."""
+    first: dict[int, str] = {}
+    aliases, state = {}, {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in first:
+            aliases[name] = first[id(tensor)]
+        else:
+            first[id(tensor)], state[name] = name, tensor.detach() + 1  # trained: other values than the module's
+    changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {**described(model), "aliases": aliases}, state, changed
 
 
 def texts(count: int, seed: int = 1) -> list[dict[str, Any]]:
