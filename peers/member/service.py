@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import psutil
 import structlog
 import torch
 
@@ -21,6 +22,7 @@ from meshcee.capture.graph import unfolded
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostError, PlanError, ProtocolError
 from meshcee.files import large_apart
+from meshcee.files.tensor_files import nbytes_of
 from meshcee.stage import StageRunner, tensors
 from peers.device import Compute, Graphs
 from peers.member.executor import Executor
@@ -524,8 +526,12 @@ class Member:
         await self._compute.use_threads(offer.plan.threads)
         held = self.lender.for_epoch(offer)
         weights, moments = await restore(stream, offer, held, self._transport, self._timeouts, taken)
-        held.offered = {}
+        on_cpu = self._compute.device.type == "cpu"  # then the stage's own memory keeps what is frozen
+        if not on_cpu and psutil.virtual_memory().available > nbytes_of(offer.frozen_state):  # which is in it already
+            self.lender.freeze(offer, weights.state, weights.digests)
         runner = await self._compute.run(offer.build, weights.spend(), self._compute.device)
+        if on_cpu:
+            self.lender.freeze(offer, runner.state_dict(), weights.digests)
         stream.max_payload_bytes = offer.max_fed_bytes
         keeper = Keeper(offer, held, self._transport, self._timeouts, self._memory_bytes)
         ours = self._transport, self._compute, self._timeouts

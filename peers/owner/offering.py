@@ -19,6 +19,7 @@ from meshcee.capture.initial_state import InitialState
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import CaptureError, ProtocolError
 from meshcee.events import Event
+from meshcee.files.tensor_files import nbytes_of
 from peers.state import Beginning, CopySet, Supplies, state_for
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import SLACK_BYTES, NotFoundError, Offer, StateSender, messages, names_of, while_alive
@@ -28,6 +29,7 @@ __all__ = ["Offering"]
 log = structlog.get_logger()
 
 HELD_BYTES = 1 << 30  # of frames on their way, before another one is made
+ASKED_BYTES = 1 << 16  # of a frozen tensor: below, sending takes no longer than asking whether a member has it
 
 
 class Offering:
@@ -93,7 +95,7 @@ class Offering:
         senders = {kind: StateSender(part.values, part.digests) for kind, part in begin.items()}
         with contextlib.suppress(StreamClosed):  # a member that refuses closes: its reason is read below
             for kind, part in begin.items():
-                held = self._may_have(offer, part)  # then only what it lacks is sent
+                held = self._may_have(offer, part)  # of which only what it lacks is sent
                 await self._send_all(stream, senders[kind].frames(part.names, recipes=True, held=held))
                 acknowledged[kind] = senders[kind].hash
         reply = await self._answer(stream)
@@ -110,9 +112,15 @@ class Offering:
             raise ProtocolError(f"it is ready for another {', '.join(wrong)} than was offered")
         return reply
 
-    def _may_have(self, offer: Offer, part: Beginning) -> bool:
-        """Whether a member may have what it is offered, of another epoch or another try. A recipe costs no bytes anyway."""
-        return offer.peer_id in self._kept.holders and not isinstance(part.values, InitialState)
+    def _may_have(self, offer: Offer, part: Beginning) -> Collection[str]:
+        """The names that a member may hold. Of another epoch or try all; of another job of ours what training leaves as it is.
+        What a recipe makes costs no bytes anyway."""
+        if offer.peer_id in self._kept.holders and not isinstance(part.values, InitialState):
+            return frozenset(part.names)
+        if isinstance(self._kept.base, CopySet):
+            return ()
+        frozen = offer.frozen_state
+        return {name for name in part.names if name in frozen and nbytes_of({name: frozen[name]}) >= ASKED_BYTES}
 
     async def _send_all(self, stream: Stream, frames: Iterator[Frame]) -> None:
         while True:

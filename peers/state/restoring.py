@@ -30,6 +30,7 @@ __all__ = ["Arrivals", "Lender", "Moments", "restore"]
 log = structlog.get_logger()
 TO_READ = 1 / 3  # of the time that a peer has to leave: for others to begin to read what they go on from
 LOOK_S = 0.1  # between two looks whether they still do
+FROZEN_S = 3600.0  # that what a job leaves frozen waits for another job
 
 
 class Arrivals:
@@ -100,6 +101,7 @@ async def restore(
     taken.hold(*receivers)
     for receiver in receivers:
         await _receive(stream, receiver)
+    held.offered, held.frozen = {}, {}  # what is not of use makes room for what comes
     if late:
         await unless_closed(partial(copies.fill, weights), stream, timeouts)
     asked = [set() if late and receiver is optimizer else receiver.unequal for receiver in receivers]
@@ -149,22 +151,38 @@ class Lender:
         self.copies = CopyStore()
         self.of = ""  # the run
         self._keep_s = timeouts.regroup_s  # as the owner of that run says
+        self._frozen: dict[str, list[torch.Tensor]] = {}  # by digest: what that run's stage here has as it came
+        self._owner = ""  # of that run
+        self._thawing: asyncio.TimerHandle | None = None
         self._forgetting: asyncio.TimerHandle | None = None
         self._readers = 0
         self._read_by_s = 0.0  # by the loop's clock
         transport.serve("copies", self._serve)
 
     def for_epoch(self, offer: Offer) -> CopyStore:
-        """What is left of the last epoch of the same run; anything else is forgotten."""
-        if self._forgetting is not None:
-            self._forgetting.cancel()
-            self._forgetting = None
+        """What is left of the last epoch of the same run, or frozen by another of the same owner; all else is forgotten."""
+        for timer in (self._forgetting, self._thawing):
+            if timer is not None:
+                timer.cancel()
+        self._forgetting = self._thawing = None
+        frozen = self._frozen or self.copies.frozen  # of a try before
         if not offer.resumes or self.of != offer.run:
             offered = self.copies.offered if self.of == offer.run else {}
             self.copies = CopyStore()
             self.copies.offered = offered
+        if offer.run == self.of or offer.owner == self._owner:  # nobody else learns that it is here
+            self.copies.frozen = frozen
+        self._frozen, self._owner = {}, offer.owner
         self.of, self._keep_s, self.copies.goes_on = offer.run, offer.terms.regroup_s, True
         return self.copies
+
+    def freeze(self, offer: Offer, state: Mapping[str, torch.Tensor], digests: Mapping[str, str]) -> None:
+        """Keep of a stage's state what training does not change, under the digests by which another offer may name it."""
+        found: dict[str, list[torch.Tensor]] = {}
+        for name, (dtype, _) in offer.frozen_state.items():
+            if state[name].dtype == dtype:  # else it is rounded for this job
+                found.setdefault(digests[name], []).append(state[name])
+        self._frozen = found
 
     def keep(self, offered: Mapping[str, torch.Tensor]) -> None:
         """What has come of an offer that led nowhere, in the place of what is kept of an earlier one."""
@@ -177,6 +195,12 @@ class Lender:
         self._read_by_s = loop.time() + TO_READ * self._timeouts.leave_s if self.copies.goes_on else 0.0
         if self._forgetting is None:
             self._forgetting = loop.call_later(self._keep_s, self._forget)
+        if self._thawing is None:
+            self._thawing = loop.call_later(FROZEN_S, self.thaw)
+
+    def thaw(self) -> None:
+        """Keep nothing for another job."""
+        self._frozen = {}
 
     async def until_read(self) -> None:
         """Whoever leaves lends what another epoch begins with until that has had the time to begin, and has read it."""

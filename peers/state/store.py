@@ -58,7 +58,9 @@ class CopyStore:
         self.offered: dict[str, torch.Tensor] = {}  # of an offer that led nowhere
         self.goes_on = False  # another epoch may begin with all this: the owner has not said that it needs none of it
         self.evidence: dict[str, torch.Tensor] = {}  # by digest: what an audit asks for
-        self._frozen: dict[str, torch.Tensor] = {}  # what training does not change, not copied
+        self.frozen: dict[
+            str, list[torch.Tensor]
+        ] = {}  # by digest: what training has not changed, of an epoch or job before
 
     def take(self, next_step: int, runner: StageRunner, since: int = 0, besides: Collection[int] = ()) -> None:
         """Copy the stage as it stands before `next_step`. Runs on the compute thread.
@@ -69,8 +71,6 @@ class CopyStore:
         began_s = time.perf_counter()
         copy = _Copy(next_step, stage_tensors(runner))
         self._copies = [*_needed(self._copies, next_step, since, besides), copy]
-        state = runner.state_dict()
-        self._frozen = {n: t.detach() for n, t in state.items() if n not in copy.tensors and t.device.type == "cpu"}
         copy.took_s = time.perf_counter() - began_s
 
     def digest(self, next_step: int, layout: Layout) -> tuple[dict[str, str], float]:
@@ -133,11 +133,16 @@ class CopyStore:
             return found
         return next((copy.by_digest[digest] for copy in self._all() if digest in copy.by_digest), None)
 
-    def values(self, name: str) -> Iterator[torch.Tensor]:
-        """What is here under a name of the model, or "<parameter>/<key>" of the optimizer; newest first."""
-        for tensors in (*(copy.tensors for copy in self._all()), self._frozen, self.offered):
+    def values(self, name: str, digest: str) -> Iterator[torch.Tensor]:
+        """What is here under a name of the model, or "<parameter>/<key>" of the optimizer, newest first.
+
+        Last comes what was left frozen with this digest; each such tensor is given once.
+        """
+        for tensors in (*(copy.tensors for copy in self._all()), self.offered):
             if name in tensors:
                 yield tensors[name]
+        if left := self.frozen.get(digest):
+            yield left.pop()
 
 
 def stage_tensors(runner: StageRunner) -> dict[str, torch.Tensor]:

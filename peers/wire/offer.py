@@ -342,6 +342,11 @@ class Offer:
         return trained | {name: self._computed_state[name] for name in spec.mutated}
 
     @cached_property
+    def frozen_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Type and shape of what training leaves as it is."""
+        return {name: layout for name, layout in self.expected_state.items() if name not in self.changed_state}
+
+    @cached_property
     def expected_optimizer(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """All that this stage's optimizer may keep, by "<parameter>/<key>"."""
         spec = self.specs[self.index]

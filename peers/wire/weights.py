@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from typing import Annotated, NamedTuple
 
 import msgpack
@@ -70,17 +70,17 @@ class StateSender:
         self._known = known or {}
         self._digests: dict[str, str] = {}
 
-    def frames(self, names: Iterable[str], *, recipes: bool = False, held: bool = False) -> Iterator[Frame]:
+    def frames(self, names: Iterable[str], *, recipes: bool = False, held: Collection[str] = ()) -> Iterator[Frame]:
         """STATE frames that together hold each of these once, then STATE_END with the hash of all so far.
 
-        `recipes` allows RECIPES frames for tensors of which it is known how they are made; `held` sends empty recipes
-        alone, for a receiver that may still have them all.
+        `recipes` allows RECIPES frames for tensors of which it is known how they are made; of those `held`, which the receiver
+        may have, an empty recipe is sent.
         """
         group: dict[str, torch.Tensor] = {}
         made: dict[str, tuple[bytes, str]] = {}
         made_bytes = 0
         for name in names:
-            way = self._way_of(name, recipes=recipes, held=held)
+            way = self._way_of(name, recipes=recipes, held=name in held)
             if isinstance(way, bytes):
                 made[name] = (way, self._digests[name])
                 made_bytes += len(way) + len(name) + len(self._digests[name])
@@ -156,7 +156,7 @@ class StateReceiver:
 
     `partial`: not all of it need come, as of an optimizer that has not met every parameter yet. `recipes`: RECIPES
     frames are followed; what then has other bits than the sender's is in `unequal`, and may come as values. `held` gives
-    what is here of a name, newest first, for empty recipes. `late`: what is unequal may be taken from elsewhere later.
+    what may be here of a name with a digest, for empty recipes. `late`: what is unequal may be taken from elsewhere later.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class StateReceiver:
         *,
         partial: bool = False,
         recipes: bool = False,
-        held: Callable[[str], Iterable[torch.Tensor]] = lambda name: (),
+        held: Callable[[str, str], Iterable[torch.Tensor]] = lambda name, digest: (),
         late: bool = False,
     ) -> None:
         self._expected = dict(expected)
@@ -248,7 +248,7 @@ class StateReceiver:
             if name in self.unequal:
                 raise ProtocolError(f"the recipe for {name!r} came twice")
             if recipe == AS_BEFORE:
-                here = (t for t in self._held(name) if (t.dtype, tuple(t.shape)) == (dtype, shape))
+                here = (t for t in self._held(name, digest) if (t.dtype, tuple(t.shape)) == (dtype, shape))
                 tensor = next((t.clone() for t in here if digest_of(t) == digest), None)
             else:
                 found, view = decode(recipe, dtype, shape)

@@ -49,7 +49,7 @@ def holding(storm: Storm) -> set[str]:
     """Who holds some of the run's state."""
     stores = {name: cast(Member, storm.here.agents[name].member).lender.copies for name in storm.lending}
     names = captured_job().param_order
-    return {who for who, copies in stores.items() if any(True for name in names for _ in copies.values(name))}
+    return {who for who, copies in stores.items() if any(True for name in names for _ in copies.values(name, ""))}
 
 
 def short_of_memory(
