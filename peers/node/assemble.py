@@ -383,7 +383,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
                 kept.save()  # before anybody is told of this mesh: commands beside this peer read it
             node.spawn(stay_member(node, kept, admin))
         if founding is not None:
-            founding.note(options.listen, daemon.listening[0], file, node.invite(options.valid_s))
+            founding.note(options.listen, ",".join(daemon.listening), file, node.invite(options.valid_s))
         if shape is not None:
             group = await stack.enter_async_context(asyncio.TaskGroup())
             naming = group.create_task(_name_peers(shape, node))

@@ -21,13 +21,14 @@ from peers.transport.p2p import Direct, P2PDaemon, RelayedTransport
 from peers.transport.seen import seen_from
 
 KEY = b"the key of the mesh under test.."
+LISTEN = {"--ipv6": "[::]:4001", "--both": "0.0.0.0:4001,[::]:4001"}
 PATIENT = Timeouts(dial_s=15.0, handshake_s=30.0, join_s=120.0)
 
 
 async def main(file: str, *arguments: str) -> None:
     identity = Identity.load_or_create(Path(file))
     seeds = [argument for argument in arguments if not argument.startswith("--")]
-    listen = "[::]:4001" if "--ipv6" in arguments else "0.0.0.0:4001"
+    listen = next((LISTEN[argument] for argument in arguments if argument in LISTEN), "0.0.0.0:4001")
     async with P2PDaemon(identity, listen=[listen], seeds=seeds, timeouts=PATIENT) as daemon:
         direct = Direct(daemon.listening, 4002, PATIENT)
         transport = RelayedTransport(daemon.p2p, KEY, direct=direct, timeouts=PATIENT)

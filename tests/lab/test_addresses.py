@@ -71,3 +71,23 @@ async def test_a_machine_that_has_ipv6_alone_and_one_that_has_both_reach_each_ot
             assert found["bytes_per_s"] > 0, found
             assert found["sees"].startswith("/ip6/fd77:1::"), found
         await asyncio.gather(both.end(), six.end())
+
+
+@pytest.mark.parametrize("near", ["ip4", "ip6"])
+async def test_of_two_versions_of_ip_the_one_with_the_nearer_link_is_taken(near: str, tmp_path: Path) -> None:
+    """Both ends listen on both; the other version takes a way round."""
+    hosts = (
+        Host("here", "ip4"),
+        Host("here-6", "ip6", inside="here", ipv6=True),
+        Host("there", "ip4"),
+        Host("there-6", "ip6", inside="there", ipv6=True),
+    )
+    links = [Link(net, net, NEAR_S if net == near else FAR_S, FAST) for net in ("ip4", "ip6")]
+    apart = (Link("ip4", "ip6", 0.0), Link("ip6", "ip4", 0.0))
+    async with Lab(Network(hosts, (*links, *apart))) as lab:
+        there = await Peer.start(lab, "there", tmp_path, "--both")
+        assert {address.split("/")[1] for address in there.said["addresses"]} == {"ip4", "ip6"}
+        here = await Peer.start(lab, "here", tmp_path, "--both", *there.said["addresses"])
+        found = await here.measures(there)
+        assert NEAR_S <= found["latency_s"] < FAR_S, found
+        await asyncio.gather(here.end(), there.end())

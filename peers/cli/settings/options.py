@@ -100,7 +100,10 @@ Region = Annotated[str | None, typer.Option(envvar="MESHCEE_REGION", help="A hin
 Threads = Annotated[int | None, typer.Option(envvar="MESHCEE_THREADS", min=1, help="CPU threads of torch.")]
 Identity = Annotated[Path | None, typer.Option(envvar="MESHCEE_IDENTITY", help="Identity file; default: a free one.")]
 Listen = Annotated[
-    str, typer.Option(envvar="MESHCEE_LISTEN", help="ADDRESS:PORT to listen on; port 0 takes a free one.")
+    str,
+    typer.Option(
+        envvar="MESHCEE_LISTEN", help="ADDRESS:PORT to listen on, several with commas; port 0 takes a free one."
+    ),
 ]
 Announce = Annotated[str | None, typer.Option(envvar="MESHCEE_ANNOUNCE", help="ADDRESS:PORT that others dial instead.")]
 Yield = Annotated[

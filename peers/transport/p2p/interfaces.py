@@ -6,6 +6,7 @@ know yet. Also, libp2p listens with SO_REUSEPORT: two peers on one port would si
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import socket
 from collections.abc import Sequence
@@ -69,18 +70,30 @@ def _free_port(kind: str, host: str, port: int, protocol: str) -> tuple[int, soc
     return port, keeper
 
 
+def _first_free(kind: str, host: str, ports: Sequence[int], protocol: str) -> tuple[int, socket.socket]:
+    for port in ports[:-1]:
+        with contextlib.suppress(JoinError):
+            return _free_port(kind, host, port, protocol)
+    return _free_port(kind, host, ports[-1], protocol)
+
+
 def reserve(listen: Sequence[str]) -> tuple[tuple[str, ...], list[socket.socket]]:
-    """The addresses with their ports filled in, and the sockets that hold them until closed."""
+    """The addresses with their ports filled in, and the sockets that hold them until closed.
+
+    Each of `listen` is an address, or several with commas between. Where any port will do, IPv4 and IPv6 get the same if they can.
+    """
     found: list[str] = []
     keepers: list[socket.socket] = []
     try:
-        for where in listen:
+        for where in ",".join(listen).split(","):
             parts = multiaddress(where).split("/")
             if len(parts) < 5 or parts[1] not in ("ip4", "ip6") or parts[3] not in ("tcp", "udp"):
                 raise UsageError(
                     f"{where!r} is not an address to listen on: give an IP address and a port, e.g. 0.0.0.0:0"
                 )
-            port, keeper = _free_port(parts[1], parts[2], int(parts[4]), parts[3])
+            _, kind, host, protocol, wanted, *_ = parts
+            others = [int(a.split("/")[4]) for a in found if a.split("/")[1] != kind] if wanted == "0" else []
+            port, keeper = _first_free(kind, host, (*others, int(wanted)), protocol)
             keepers.append(keeper)
             parts[4] = str(port)
             found.append("/".join(parts))

@@ -10,6 +10,7 @@ import pytest
 from meshcee.errors import UsageError
 from meshcee.files.home import Home
 from peers.node.founding import Founding
+from peers.transport.p2p import reserve
 
 
 def started(
@@ -60,6 +61,18 @@ def test_a_port_that_somebody_else_has_taken_is_given_up(tmp_path: Path) -> None
     _, _, listening = started(home)
     with socket.create_server(("127.0.0.1", int(str(listening).rpartition("/")[2]))):
         assert started(home)[2] != listening
+
+
+def test_a_peer_that_listened_on_several_addresses_does_so_on_the_same_ports_again(tmp_path: Path) -> None:
+    home, where = Home(tmp_path), "127.0.0.1:0,127.0.0.2:0"
+    with Founding.of(home, None, is_open=False) as founding, home.identity_file() as file:
+        assert founding.listen(where) == where
+        listening, keepers = reserve([where])
+        for keeper in keepers:
+            keeper.close()
+        founding.note(where, ",".join(listening), file, "TOKEN")
+    with Founding.of(home, None, is_open=False) as founding:
+        assert founding.listen(where).split(",") == list(listening)
 
 
 def test_a_damaged_record_is_no_reason_to_found_another_mesh(tmp_path: Path) -> None:

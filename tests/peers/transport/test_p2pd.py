@@ -253,6 +253,22 @@ def test_ports_are_reserved_and_addresses_told() -> None:
     )
 
 
+@pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
+def test_both_versions_of_ip_have_one_port_where_it_is_free_on_both() -> None:
+    (four, six), keepers = reserve(["127.0.0.1:0,[::1]:0"])
+    for keeper in keepers:
+        keeper.close()
+    port = int(four.split("/")[4])
+    assert (four, six) == (f"/ip4/127.0.0.1/tcp/{port}", f"/ip6/::1/tcp/{port}")
+    with socket.create_server(("::1", port), family=socket.AF_INET6):
+        (four, other), keepers = reserve([f"127.0.0.1:{port},[::1]:0"])
+        for keeper in keepers:
+            keeper.close()
+    assert four == f"/ip4/127.0.0.1/tcp/{port}"
+    assert other.startswith("/ip6/::1/tcp/")
+    assert other != six
+
+
 def test_only_addresses_of_a_machine_that_others_can_dial_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def interfaces(**found: str) -> None:
         rows = {n: [SimpleNamespace(family=socket.AF_INET, address=ip)] for n, ip in found.items()}
