@@ -294,7 +294,7 @@ def _with_seen(view: PlanView, seen: Mapping[str, Any]) -> PlanView:
                 names: dict[str, Any] = {
                     f"{k}_s": figure(took.get(k)) for k in ("compute", "wait", "code", "apply", "data", "total")
                 }
-                seat = replace(seat, **names)
+                seat = replace(seat, **names, held_bytes=figure(took.get("memory")))
             seats.append(seat)
         view = replace(view, seats=tuple(seats))
     of: dict[tuple[int, int], list[str]] = {}

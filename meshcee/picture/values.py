@@ -108,6 +108,7 @@ class Seat:
     busy: float | None = None  # share of the time that it computes, as expected
     needed_bytes: int | None = None
     memory_bytes: int | None = None
+    held_bytes: float | None = None  # the most that was taken, as measured
     compute_s: float | None = None  # of a step, as measured
     wait_s: float | None = None
     code_s: float | None = None  # encoding and decoding

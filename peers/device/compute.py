@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from meshcee.errors import PlanError
+from peers.device.memory import MemoryCount
 
 if TYPE_CHECKING:
     from peers.device.staging import Staging
@@ -96,6 +97,7 @@ class Compute:
         self.device = torch.device(device)
         self.pace = pace
         self.staging = staging_of(self.device)
+        self.memory = MemoryCount(self.device)
         self.paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
         self.running = self.done = 0  # calls under way or waiting, on both threads, and those that have ended
         self.last_s = 0.0  # that the device itself took for the last call: no timer is late in it
@@ -106,6 +108,8 @@ class Compute:
     async def __aenter__(self) -> Compute:
         if self.device.type == "cuda":
             self._scope.enter_context(_repeatable.here())
+        else:
+            self._scope.enter_context(self.memory.here())
         return self
 
     async def __aexit__(

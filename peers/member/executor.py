@@ -192,6 +192,7 @@ class Executor:
             "seconds": seconds,
             "codecs": codecs,
             "links": self.links.seen(),
+            "memory": self._compute.memory.most_bytes(),
             "fed": self.feeder.rates()[1],  # bytes per second, of inputs
         }
         await self._owner.put(Frame(messages.APPLIED, header, self.spans.take()))

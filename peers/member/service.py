@@ -524,6 +524,7 @@ class Member:
         if self._compute.device.type == "cpu" and unfolded(spec.inputs, spec.nodes):
             memory.enter_context(large_apart())  # or what is unfolded for a moment would stay: a plan counts it once
         await self._compute.use_threads(offer.plan.threads)
+        self._compute.memory.begin()
         held = self.lender.for_epoch(offer)
         weights, moments = await restore(stream, offer, held, self._transport, self._timeouts, taken)
         on_cpu = self._compute.device.type == "cpu"  # then the stage's own memory keeps what is frozen

@@ -119,6 +119,8 @@ class Answers:
             figures.append(need(header, "fed", float))
             if not fed > 0:
                 raise ProtocolError("what the owner sends comes at some rate")
+        if header.get("memory") is not None:
+            figures.append(need(header, "memory", int))
         if not all(0 <= x < math.inf for x in figures):
             raise ProtocolError("what it measured of a step is not finite and positive")
         self.applied[place.peer] = header
@@ -146,7 +148,9 @@ class Answers:
                         if rate:
                             rates[pair] = min(rate, rates.get(pair, rate))
         fed = {p: (size, rate) for p, size in self.fed_bytes.items() if (rate := self.applied[p].get("fed"))}
-        return Observed(compute_s, rates, depths, fed, {p: header["seconds"] for p, header in self.applied.items()})
+        seconds = {p: header["seconds"] for p, header in self.applied.items()}
+        memory = {p: taken for p, header in self.applied.items() if (taken := header.get("memory")) is not None}
+        return Observed(compute_s, rates, depths, fed, seconds, memory_bytes=memory)
 
     def heard_of(self, micro: int) -> bool:
         """Whether every member of its last stage has told its loss of this micro-batch."""

@@ -44,6 +44,8 @@ def test_a_killed_peer_costs_no_step(tmp_path: Path) -> None:
     ):
         run = home.run("last")
         goes_on(run)
+        took = json.loads((run.folder / "seen.json").read_text())["members"]
+        assert [0 < member["memory"] < 1 << 30 for member in took.values()] == [True] * 3
         mesh.kill("peer-1")
         goes_on(run)
         owner.send_signal(signal.SIGINT)

@@ -58,10 +58,12 @@ def test_a_picture_is_the_same_after_json() -> None:
     painter.begin("run-1", {"name": "gpt", "steps": 100, "started": 9.0, "plan": plan("a", "b").to_json()})
     painter.hear(report(0, metrics={"loss": 2.0}))
     painter.tell({"at": 11.0, "kind": "lost", "text": "b was lost", "step": 0})
-    painter.seen({"members": {"a": {"compute": 0.05, "wait": 0.01, "total": 0.1}}, "rates": [["a", "b", 1e6]]})
+    took = {"compute": 0.05, "wait": 0.01, "total": 0.1, "memory": 5_000_000}
+    painter.seen({"members": {"a": took}, "rates": [["a", "b", 1e6]]})
     found = painter.picture(12.0)
     assert found.plan is not None
     assert found.plan.seats[0].compute_s == 0.05
+    assert [seat.held_bytes for seat in found.plan.seats] == [5_000_000, None]
     assert found.plan.boundaries[0].rate_bytes_per_s == 1e6
     assert found.mesh is not None
     assert found.mesh.links[0].best_bytes_per_s == 2e6

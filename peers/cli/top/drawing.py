@@ -115,7 +115,8 @@ def _time(seat: Seat) -> str:
 
 def _memory(seat: Seat) -> str:
     known = seat.needed_bytes is not None and seat.memory_bytes is not None
-    return f"  {size(seat.needed_bytes or 0)} of {size(seat.memory_bytes or 0)}" if known else ""
+    took = f", took {size(seat.held_bytes)}" if seat.held_bytes is not None else ""
+    return f"  {size(seat.needed_bytes or 0)} of {size(seat.memory_bytes or 0)}{took}" if known else ""
 
 
 def _bar(share: float) -> str:

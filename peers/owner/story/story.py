@@ -201,6 +201,8 @@ def seen_of(observed: Observed) -> dict[str, Any]:
     depths = [[a, b, round(depth)] for (a, b), depth in observed.depths.items()]
     for peer, (size, rate) in observed.fed.items():
         members[peer]["data"] = round(size / rate, 6)
+    for peer, taken in observed.memory_bytes.items():
+        members[peer]["memory"] = taken
     return {"members": members, "rates": rates, "depths": depths}
 
 

@@ -219,8 +219,9 @@ async def test_a_stage_shows_what_it_sends_beside_what_it_computes(tmp_path: Pat
     crosses = [
         replace(edge, bytes_out=5e4, bytes_back=1e4, seconds_out=0.02, seconds_back=0.01) for edge in view.boundaries
     ]
-    painter.account(Account(replace(view, boundaries=tuple(crosses)), "").to_json())
-    times = {"compute": 0.5, "wait": 0.3, "apply": 0.1, "code": 0.0, "total": step_s}
+    seats = tuple(replace(seat, needed_bytes=400 << 20, memory_bytes=1000 << 20) for seat in view.seats)
+    painter.account(Account(replace(view, seats=seats, boundaries=tuple(crosses)), "").to_json())
+    times = {"compute": 0.5, "wait": 0.3, "apply": 0.1, "code": 0.0, "total": step_s, "memory": 380 << 20}
     painter.seen({"members": dict.fromkeys("abc", times), "rates": [["a", "b", 1e6], ["b", "a", 1e6]]})
     file = tmp_path / "run.html"
     file.write_text(self_contained(painter.picture(2.0), "small"))
@@ -234,4 +235,6 @@ async def test_a_stage_shows_what_it_sends_beside_what_it_computes(tmp_path: Pat
             ["b sends 120 ms of a step", "12%"],  # 4 * 0.01 s back to a, 4 * 0.02 s on to c
             ["c sends 40 ms of a step", "4%"],
         ]
+        held = "[...document.querySelectorAll('#memory .bar')].map((bar) => bar.getAttribute('aria-label'))"
+        assert (await page.value(held))[:2] == ["a needs 40 % of its memory", "a took 38 % of its memory"]
         assert page.errors == []

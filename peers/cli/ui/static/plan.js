@@ -86,14 +86,18 @@ function boundary(edge) {
 }
 
 function drawMemory(plan) {
-  legend(byId("memory-legend"), [["compute", "what the plan needs"], ["wait", "what the peer lends"]]);
+  legend(byId("memory-legend"), [["compute", "what the plan needs"], ["wait", "what the peer lends"], ["data", "the most that was taken, as measured"]]);
   const most = Math.max(1, ...plan.seats.map((seat) => seat.memory_bytes || 0));
   fill(byId("memory"), plan.seats.filter((seat) => seat.needed_bytes !== null).map((seat) => {
     const share = seat.needed_bytes / (seat.memory_bytes || seat.needed_bytes);
+    const taken = seat.held_bytes == null ? null : seat.held_bytes / (seat.memory_bytes || seat.held_bytes || 1);
+    const width = { width: `${Math.max(20, 100 * (seat.memory_bytes || 0) / most)}%` };
+    const bar = (of, kind, label) => el("div", { class: "bar", role: "img", "aria-label": `${seat.name} ${label} ${percent(of)} of its memory`, style: width },
+      el("i", { class: `piece ${of > 0.9 ? "hot" : kind}`, style: { width: `${Math.min(100, Math.max(0.8, 100 * of))}%` } }));
+    const said = `${bytes(seat.needed_bytes)} of ${bytes(seat.memory_bytes)}, ${percent(share)}` + (taken === null ? "" : `; took ${bytes(seat.held_bytes)}`);
     return el("div", { class: "member" },
-      el("div", { class: "row" }, el("strong", {}, seat.name), el("span", { class: "muted small" }, `${bytes(seat.needed_bytes)} of ${bytes(seat.memory_bytes)}, ${percent(share)}`)),
-      el("div", { class: "bar", role: "img", "aria-label": `${seat.name} needs ${percent(share)} of its memory`, style: { width: `${Math.max(20, 100 * (seat.memory_bytes || 0) / most)}%` } },
-        el("i", { class: `piece ${share > 0.9 ? "hot" : "compute"}`, style: { width: `${Math.min(100, Math.max(0.8, 100 * share))}%` } })));
+      el("div", { class: "row" }, el("strong", {}, seat.name), el("span", { class: "muted small" }, said)),
+      bar(share, "compute", "needs"), taken === null ? null : bar(taken, "data", "took"));
   }));
 }
 
