@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
+import structlog
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
@@ -66,6 +67,8 @@ from meshcee.sampling import generators_put_back, inputs_of_one, probes
 from meshcee.user_code import calling
 
 __all__ = ["Capture", "capture", "watch_sizes"]
+
+log = structlog.get_logger()
 
 _PROBED = 16  # samples whose shapes are compared, to find sizes that vary
 
@@ -258,6 +261,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     teach_shapes()
     model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else _constructed(job.model, job.seed)
     refuse_modules(model, job.loss)
+    _warn_of_idle_dropout(model)
     names, aliases = _names(model)
     tensors = {n: t.detach() for n, t in _entries(model) if n not in aliases}
     elsewhere = sorted({t.device.type for t in tensors.values()} - {"cpu"})
@@ -339,6 +343,17 @@ def watch_sizes(job: Job, captured: Capture, sizes: Sequence[int]) -> None:
     names = _names(model)[0]
     with _as_trained(model, job):
         _watched(_WithLoss(model, job, example, evaluate=False), job, example, names, sizes)(captured.train)
+
+
+def _warn_of_idle_dropout(model: nn.Module) -> None:
+    """A wrapper is born in train mode, and what is inside may still be as `from_pretrained` leaves it."""
+    inside = (
+        (name, module) for name, module in model.named_modules() if isinstance(module, nn.modules.dropout._DropoutNd)
+    )
+    idle = [name for name, module in inside if module.p and model.training and not module.training]
+    if idle:
+        said = "the model is in train mode, and dropout inside of it is off: call model.train() if it is to be on"
+        log.warning(said, modules=idle[:3])
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from meshcee.files import Trouble, disk, dumps, loads
 from meshcee.hf.arguments import rate_after
 from meshcee.hf.library import transformers
 from meshcee.hf.samples import Outputs
+from meshcee.user_code import calling
 
 __all__ = ["NOTES", "Bridge", "StepBridge", "handler_of", "read_notes", "refuse_unheard", "steers_steps"]
 
@@ -198,7 +199,7 @@ class Bridge(Callback):
             self.state.best_model_checkpoint = f"{self.run_id}@{self.state.best_global_step}"
         self._write()
         then = dataclasses.replace(self.state, global_step=steps, epoch=steps / self.per_epoch)
-        self.control = self.handler.on_save(self.args, then, self.control)
+        self._hear("on_save", state=then)
 
     # -- what callbacks are told
 
@@ -206,15 +207,16 @@ class Bridge(Callback):
         """A line of `log_history`, which everybody hears of."""
         logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.control = self.handler.on_log(self.args, self.state, self.control, logs)
+        self._hear("on_log", logs)
 
     def end(self) -> None:
         """It is over, and the model has its trained weights."""
         self._hear("on_train_end")
         self._write()
 
-    def _hear(self, event: str) -> None:
-        self.control = getattr(self.handler, event)(self.args, self.state, self.control)
+    def _hear(self, event: str, *more: Any, state: Any = None) -> None:
+        with calling(f"{event} of a TrainerCallback"):
+            self.control = getattr(self.handler, event)(self.args, state or self.state, self.control, *more)
 
     def _count(self, steps: int) -> None:
         self.state.global_step, self.state.epoch = steps, steps / self.per_epoch
@@ -251,7 +253,7 @@ class Bridge(Callback):
         if self._outputs is not None and self._measure is not None:
             metrics |= self._measure(*self._outputs.collect())
         self.log(metrics)
-        self.control = self.handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self._hear("on_evaluate", metrics)
         if self._is_best(metrics) and self.args.save_strategy.value != "no":
             run.checkpoint(keep=True)
         if (rate := self._decide(metrics)) is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from structlog.testing import capture_logs
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -185,8 +186,11 @@ def test_eval_mode_stays_inside_of_a_model_in_train_mode(frozen: tuple[str, ...]
     modes = [m.training for m in model.modules()]
     assert difference(job_of(model)) == ""
     assert [m.training for m in model.modules()] == modes
-    random = capture(job_of(model)).train.uses_random
+    with capture_logs() as logged:
+        random = capture(job_of(model)).train.uses_random
     assert random == ("drop" not in frozen)
+    told = [entry["modules"] for entry in logged if "dropout inside of it is off" in entry["event"]]
+    assert told == [["drop"]] * ("drop" in frozen), "who wraps an adapter around from_pretrained is told"
 
 
 def test_an_input_may_be_none() -> None:

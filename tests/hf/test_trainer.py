@@ -113,6 +113,17 @@ def test_a_causal_model_trains_as_the_plain_loop_and_goes_on_where_it_stopped(tm
     assert equal(loaded, second.model.state_dict())
 
 
+def test_what_a_callback_of_the_library_refuses_is_said_in_its_words(tmp_path: Path) -> None:
+    stopping = transformers.EarlyStoppingCallback(early_stopping_patience=4)
+    args = arguments(tmp_path, eval_strategy="steps", eval_steps=1)
+    trainer = Trainer(
+        classifier(), args, train_dataset=reviews(8), eval_dataset=reviews(4), callbacks=[stopping], local=1
+    )
+    words = r"(?s)on_train_begin of a TrainerCallback failed at .*requires metric_for_best_model"
+    with pytest.raises(UsageError, match=words):
+        trainer.train()
+
+
 def test_a_classifier_is_measured_on_the_whole_set_and_its_best_state_comes_back(tmp_path: Path) -> None:
     every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "learning_rate": 0.1}
     args = arguments(tmp_path, **every, load_best_model_at_end=True, metric_for_best_model="loss")
