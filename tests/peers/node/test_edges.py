@@ -36,7 +36,9 @@ async def test_what_is_left_of_an_epoch_is_kept_for_as_long_as_its_owner_looks_f
     async with MemoryNetwork().transport("p0") as here:
         remains = Lender(here, times)
         for regroup_s in (10 * times.regroup_s, 0.1 * times.regroup_s):
-            offer: Any = SimpleNamespace(run="run", resumes=True, terms=SimpleNamespace(regroup_s=regroup_s))
+            offer: Any = SimpleNamespace(
+                run="run", owner="owner", resumes=True, terms=SimpleNamespace(regroup_s=regroup_s)
+            )
             remains.for_epoch(offer).keep("p2", 3, {"weight": digest}, {digest: torch.zeros(1)})
             remains.over()
             await asyncio.sleep(0.9 * regroup_s)
