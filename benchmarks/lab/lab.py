@@ -52,6 +52,7 @@ class Lab:
         self._router: asyncio.subprocess.Process | None = None
         self._asking = asyncio.Lock()
         self._namespaces: dict[str, str] = {}
+        self._inside: list[asyncio.subprocess.Process] = []
 
     async def __aenter__(self) -> Self:
         if reason := await asyncio.to_thread(why_not):
@@ -98,6 +99,10 @@ class Lab:
                 process.kill()
                 await process.wait()
             sweep(self._mark)
+            with contextlib.suppress(TimeoutError):  # or their pipes outlive the loop
+                async with asyncio.timeout(END_S):
+                    for each in self._inside:
+                        await each.wait()
 
     def _terminate(self) -> None:
         """SIGTERM to all that runs inside, and a while to follow it."""
@@ -133,12 +138,14 @@ class Lab:
         if host not in self._namespaces:
             raise UsageError(f"the lab has no host {host!r}; it has {', '.join(self.addresses)}")
         environment = {**options.pop("env", os.environ), MARK: self._mark}
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-I", "-S", enter.__file__, self._namespaces[host], str(os.getpid())),
             *command,
             env=environment,
             **options,
         )
+        self._inside.append(process)
+        return process
 
     async def start_trace(self) -> None:
         """The network's changes count from now; again, and they start over."""
