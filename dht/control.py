@@ -7,13 +7,31 @@ are made here. Its logging is silenced: what matters is in our errors and in our
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
+import sys
+import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-with warnings.catch_warnings():  # hivemind imports much of torch that warns of its own deprecations
+
+@contextlib.contextmanager
+def _put_off(name: str) -> Iterator[None]:
+    """Meanwhile a module is not imported by who names it, but when something of it is used: its package looks for it then."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = types.ModuleType(name)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+# hivemind imports much of torch that warns of its own deprecations. Of scipy it uses a solver for training that nobody here calls.
+with warnings.catch_warnings(), _put_off("scipy.optimize"):
     warnings.simplefilter("ignore")
     from hivemind.p2p import P2P, PeerID
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg

@@ -20,7 +20,6 @@ import structlog
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from meshcee.capture.export import (
@@ -421,6 +420,8 @@ def _watched(
 
 def _by_value(error: BaseException | None) -> bool:
     """Whether this came of a question that only real values answer."""
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode  # and sympy: peers need neither
+
     while error is not None and not isinstance(error, GuardOnDataDependentSymNode | DynamicOutputShapeException):
         error = error.__cause__
     return error is not None

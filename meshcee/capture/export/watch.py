@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -193,6 +192,8 @@ def _users_line() -> str:
 
 @contextlib.contextmanager
 def _fake() -> Iterator[None]:
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # and sympy: peers need neither
+
     sizes = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
     with quiet(), torch.random.fork_rng(devices=[]):

@@ -77,3 +77,16 @@ def test_a_terminal_shows_a_commands_help_as_it_was_written(words: tuple[str, ..
     command: Any = COMMANDS[words]
     texts = [command.help or "", *(getattr(option, "help", None) or "" for option in command.params)]
     assert not [text for text in texts if re.search(r"\[[a-z]", text)]
+
+
+def test_a_command_that_looks_at_a_mesh_loads_no_solver_and_no_algebra() -> None:
+    """Half a second of each command, and 70 MiB. What hivemind wants of scipy is there when somebody calls it."""
+    code = """
+import sys
+import dht.kademlia, peers.cli.peer, peers.cli.status, peers.transport.p2p
+print(sorted({"sympy", "scipy.optimize"} & set(sys.modules)))
+from hivemind.averaging import load_balancing
+print(load_balancing.optimize_parts_lp.__name__, load_balancing.scipy.optimize.linprog.__name__)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "optimize_parts_lp linprog"]
