@@ -58,6 +58,7 @@ from meshcee.capture.initial_state import InitialState
 from meshcee.config import Limits
 from meshcee.eager import compute_in_full, give_memory, halve, on_loan, outermost, put_others
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
+from meshcee.events import Event
 from meshcee.figures import BlockCost
 from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
 from meshcee.job import Job
@@ -351,8 +352,7 @@ def _warn_of_idle_dropout(model: nn.Module) -> None:
     )
     idle = [name for name, module in inside if module.p and model.training and not module.training]
     if idle:
-        said = "the model is in train mode, and dropout inside of it is off: call model.train() if it is to be on"
-        log.warning(said, modules=idle[:3])
+        log.warning(Event.DROPOUT_IDLE, modules=idle[:3])
 
 
 @contextlib.contextmanager

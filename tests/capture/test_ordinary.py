@@ -16,6 +16,7 @@ from meshcee.capture import Free, capture
 from meshcee.capture.graph.operators import find_operator
 from meshcee.eager import plain
 from meshcee.errors import CaptureError, UsageError
+from meshcee.events import Event
 from meshcee.job import Job
 from tests.capture.exactness import WIDTH, asserted, captured, difference, job_of
 from tests.rig.chain import Chain
@@ -189,7 +190,7 @@ def test_eval_mode_stays_inside_of_a_model_in_train_mode(frozen: tuple[str, ...]
     with capture_logs() as logged:
         random = capture(job_of(model)).train.uses_random
     assert random == ("drop" not in frozen)
-    told = [entry["modules"] for entry in logged if "dropout inside of it is off" in entry["event"]]
+    told = [entry["modules"] for entry in logged if entry["event"] == Event.DROPOUT_IDLE]
     assert told == [["drop"]] * ("drop" in frozen), "who wraps an adapter around from_pretrained is told"
 
 
