@@ -86,7 +86,8 @@ function boundary(edge) {
 }
 
 function drawMemory(plan) {
-  legend(byId("memory-legend"), [["compute", "what the plan needs"], ["wait", "what the peer lends"], ["data", "the most that was taken, as measured"]]);
+  const measured = plan.seats.some((seat) => seat.held_bytes != null) ? [["data", "the most that was taken, as measured"]] : [];
+  legend(byId("memory-legend"), [["compute", "what the plan needs"], ["wait", "what the peer lends"], ...measured]);
   const most = Math.max(1, ...plan.seats.map((seat) => seat.memory_bytes || 0));
   fill(byId("memory"), plan.seats.filter((seat) => seat.needed_bytes !== null).map((seat) => {
     const share = seat.needed_bytes / (seat.memory_bytes || seat.needed_bytes);
