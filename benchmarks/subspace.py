@@ -10,17 +10,16 @@ seconds of a step are those of its simulator, so rows differ by what crosses and
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from codec_quality import Part
 from measure import machine, row
+from subspace_job import module_of
 
 import meshcee
 from meshcee.capture import capture
@@ -31,20 +30,10 @@ from meshcee.planner.live import choose
 from meshcee.simulator import period_s
 from peers.planning.job_costs import costs_of
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
 RANKS = (8, 32)
 VALIDATION = 128  # windows of text
 PEERS, MEMORY_BYTES, SPEED_FLOPS_PER_S, LATENCY_S = 4, 4 << 30, 5e10, 0.01
 CODECS = {"plain": ("none", "bf16", "int8"), **{f"subspace, {rank}": ("none",) for rank in RANKS}}
-
-
-def module_of(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def jobs(steps: int) -> dict[str, Job]:

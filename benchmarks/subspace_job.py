@@ -11,12 +11,12 @@ from typing import Any
 
 import meshcee
 
-__all__ = ["job", "made"]
+__all__ = ["job", "made", "module_of"]
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-def _module(name: str) -> Any:
+def module_of(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -27,10 +27,10 @@ def _module(name: str) -> Any:
 
 def made(rank: int, steps: int) -> meshcee.Job:
     """With a stream of so many numbers; 0: the plain transformer."""
-    plain: meshcee.Job = replace(_module("gpt").job, steps=steps, threads=1, adapt=False)
+    plain: meshcee.Job = replace(module_of("gpt").job, steps=steps, threads=1, adapt=False)
     if not rank:
         return plain
-    subspace = _module("subspace")
+    subspace = module_of("subspace")
     subspace.RANK = rank
     return replace(plain, model=subspace.build())
 

@@ -18,7 +18,5 @@ class Observed:
     fed: Mapping[str, tuple[int, float]] = field(default_factory=dict)  # peer -> inputs' bytes, and how many a second
     # peer -> what its time went into: f, b, w, wait, apply, encode, decode, and their total
     seconds: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    memory_bytes: Mapping[str, int] = field(
-        default_factory=dict
-    )  # peer -> the most that its stage has taken since it began
+    memory_bytes: Mapping[str, int] = field(default_factory=dict)  # peer -> the most that its stage has taken
     data_s: float | None = None  # that its samples took the owner; None where others read, or read ahead

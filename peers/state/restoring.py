@@ -196,9 +196,9 @@ class Lender:
         if self._forgetting is None:
             self._forgetting = loop.call_later(self._keep_s, self._forget)
         if self._thawing is None:
-            self._thawing = loop.call_later(FROZEN_S, self.thaw)
+            self._thawing = loop.call_later(FROZEN_S, self._thaw)
 
-    def thaw(self) -> None:
+    def _thaw(self) -> None:
         """Keep nothing for another job."""
         self._frozen = {}
 

@@ -58,9 +58,7 @@ class CopyStore:
         self.offered: dict[str, torch.Tensor] = {}  # of an offer that led nowhere
         self.goes_on = False  # another epoch may begin with all this: the owner has not said that it needs none of it
         self.evidence: dict[str, torch.Tensor] = {}  # by digest: what an audit asks for
-        self.frozen: dict[
-            str, list[torch.Tensor]
-        ] = {}  # by digest: what training has not changed, of an epoch or job before
+        self.frozen: dict[str, list[torch.Tensor]] = {}  # by digest: as an epoch or job before has left it
 
     def take(self, next_step: int, runner: StageRunner, since: int = 0, besides: Collection[int] = ()) -> None:
         """Copy the stage as it stands before `next_step`. Runs on the compute thread.
