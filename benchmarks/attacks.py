@@ -36,7 +36,8 @@ from dht.membership import CERTIFICATE_S
 from dht.records import LeaseRecord, Record, RunRecord, seal, topic
 from meshcee.capture import Capture, capture, encode_program
 from meshcee.errors import MeshceeError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.plan import Epoch, Member, Pipeline, Plan, Stage
 from peers.transport import Frame, StreamClosed, handshake
 from peers.transport.frame import CHUNK, CREDIT, DATA, FRAME_VERSION, GOODBYE, MAGIC, RETRACT

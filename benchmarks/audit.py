@@ -23,7 +23,8 @@ from torch import nn
 from benchmarks.measure import machine
 from meshcee.audit import chosen
 from meshcee.capture import Capture, capture
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from tests.rig.audited import identity, watch
 from tests.rig.liars import LIES, Liar
 from tests.rig.virtual_time import quiet, run

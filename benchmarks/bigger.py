@@ -62,7 +62,8 @@ def run_owner(arguments: list[str], report: Path) -> None:
     """`meshcee` with these arguments, in this process, measured from the moment when all imports are done."""
     from meshcee._demo_job import GPT, Characters, loss, standard_library
     from meshcee.capture import capture, decode_program, encode_program
-    from meshcee.job import Job, Optimizer
+    from meshcee.job import Job
+    from meshcee.optim import Optimizer
     from peers.cli.main import main
 
     small = Job(

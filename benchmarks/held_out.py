@@ -44,7 +44,8 @@ from benchmarks.held.made import Made, NotBuilt
 from benchmarks.measure import machine, row
 from meshcee.capture import Capture, capture, decode_program, encode_program, stack
 from meshcee.errors import MeshceeError
-from meshcee.job import Job, Optimizer, seeded
+from meshcee.job import Job, seeded
+from meshcee.optim import Optimizer
 from tests.rig.chain import Chain
 
 STAGES = (1, 2, 3, 5)

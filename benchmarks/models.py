@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from meshcee.capture import Capture, capture, decode_program, encode_program, prepare
 from meshcee.errors import MeshceeError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from tests.rig import zoo
 from tests.rig.chain import Chain
 from tests.rig.reference import reference

@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from benchmarks.measure import Turns, machine, row
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from peers.groups.buckets import FinishedBuckets
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.rig.mesh_fixture import Trained, grouped, train

@@ -36,7 +36,8 @@ from dht.store import MemoryStore, SharedMemory
 from meshcee.capture import capture
 from meshcee.config import Limits, Timeouts
 from meshcee.figures.profile import DeviceProfile, LinkProfile
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from peers.device.compute import Compute
 from peers.device.graphs import Graphs
 from peers.member.service import Member

@@ -14,7 +14,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from tests.rig.zoo import class_loss, flat_cross_entropy
 
 __all__ = ["LARGE", "SIZED"]

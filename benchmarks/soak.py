@@ -35,7 +35,8 @@ from meshcee.capture import Capture
 from meshcee.errors import PeerLostError
 from meshcee.figures.observed import Observed
 from meshcee.files.home import Home
-from meshcee.job import Job, Optimizer, Schedule
+from meshcee.job import Job
+from meshcee.optim import Optimizer, Schedule
 from meshcee.plan import Plan
 from peers.node.assemble import InProcess, JoinOptions
 from peers.owner.answers import Report

@@ -18,7 +18,8 @@ from benchmarks.augmented import Augmented
 from meshcee.capture import Capture, capture
 from meshcee.eager import plain
 from meshcee.files.home import Home
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.plan import Plan
 from peers.owner.result import Result
 from tests.rig.mesh_fixture import even_plan

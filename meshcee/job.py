@@ -6,14 +6,11 @@ So the optimizer and the learning-rate schedule are given by name.
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -23,25 +20,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from meshcee.errors import UsageError
 from meshcee.figures import MIXES
-from meshcee.user_code import calling
+from meshcee.optim import Optimizer, Schedule
 
-__all__ = ["At", "Job", "Optimizer", "Schedule", "seed_of", "seeded"]
+__all__ = ["At", "Job", "seed_of", "seeded"]
 
 CODEC_CHOICES = ("none", "lossless", "bf16", "int8", "int4", "auto")  # what a job may ask for
-# torch.optim classes whose update of a parameter reads that parameter and its own state only.
-PER_PARAMETER = frozenset(
-    {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop"}
-    | {"Adafactor", "Muon"}
-)
-# Why others are refused, where people ask.
-REFUSED = {
-    "LBFGS": "its update reads all parameters at once",
-    "SparseAdam": "it takes sparse gradients alone",
-    "AdamW8bit": "libraries keep 8-bit moments in kernels or tensor classes of their own: Adafactor's are a row and a column",
-    "AdamWScheduleFree": "it computes with other weights than it evaluates: Job(ema=0.999) has an average to evaluate",
-    "SGDScheduleFree": "it computes with other weights than it evaluates: Job(ema=0.999) has an average to evaluate",
-}
-
 _WHOLE, _FLAG, _FUNCTION = (Integral, "a whole number of 64 bits"), (bool, "True or False"), (Callable, "a function")
 # What a field is, where another type would fail far from here.
 FIELDS: dict[str, tuple[Any, str]] = {
@@ -56,226 +39,6 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "cuts": ((tuple, list), "a tuple of names of modules"),
     "name": (str, "a text"),
 }
-
-
-class Optimizer:
-    """A torch.optim class by name, with options and parameter groups by name pattern.
-
-    >>> Optimizer("AdamW", lr=3e-4, weight_decay=0.1, groups={"*.bias": {"weight_decay": 0.0}})
-
-    Patterns are shell patterns over `named_parameters` names; the first that matches wins, the rest form the last group. A group
-    may have a class of its own, with options of its own alone:
-
-    >>> Optimizer("Muon", lr=0.02, groups={"*embed*|*.bias": {"class": "AdamW", "lr": 3e-4}})
-    """
-
-    def __init__(self, name: str, *, groups: Mapping[str, Mapping[str, Any]] | None = None, **options: Any) -> None:
-        if not isinstance(groups or {}, Mapping) or not all(isinstance(g, Mapping) for g in (groups or {}).values()):
-            raise UsageError('groups are options by a pattern of names: groups={"*.bias": {"weight_decay": 0.0}}')
-        for kind in (name, *(extra["class"] for extra in (groups or {}).values() if "class" in extra)):
-            if kind not in PER_PARAMETER:
-                why = f"cannot be split over stages, as {REFUSED[kind]}" if kind in REFUSED else "is no name known here"
-                use = ", ".join(sorted(PER_PARAMETER))
-                raise UsageError(f"optimizer {kind!r:.80} {why}: write one of torch.optim's {use}")
-        for key, value in [*options.items(), *(kv for g in (groups or {}).values() for kv in g.items())]:
-            numbers = isinstance(value, tuple | list) and all(x is None or isinstance(x, int | float) for x in value)
-            known = key in ("class", "adjust_lr_fn") and isinstance(value, str)
-            if not (value is None or isinstance(value, bool | int | float) or numbers or known):
-                raise UsageError(f"optimizer option {key:.80}={value!r:.80} is no number; groups= choose by name")
-        self.name = name
-        self.options = dict(options)
-        self.groups = {pattern: dict(extra) for pattern, extra in (groups or {}).items()}
-        self.ema: float | None = None  # a stage keeps an average of what it updates: what a Job says
-        self.eval_ema = False  # and evaluates it
-
-    def averaging(self, ema: float | None, evaluated: bool = False) -> Optimizer:
-        """The same, with this decay of an average of the weights, which evaluations are of or not."""
-        found = Optimizer(self.name, groups=self.groups, **self.options)
-        found.ema, found.eval_ema = ema, evaluated
-        return found
-
-    def group_of(self, parameter: str) -> int:
-        """Index of the group that holds this parameter; the group without a pattern is the last."""
-        for i, pattern in enumerate(self.groups):
-            if any(fnmatch.fnmatchcase(parameter, one) for one in pattern.split("|")):
-                return i
-        return len(self.groups)
-
-    def check(self, types: Mapping[str, torch.dtype]) -> None:
-        """Raise UsageError where a step reads more than one parameter at a time, for parameters of these types.
-
-        Where Adafactor is not told its first eps, it takes that of the first parameter's type for all of a group (torch 2.13).
-        """
-        for group, extra in enumerate([*self.groups.values(), {}]):
-            kind = extra.get("class", self.name)
-            eps = {**(self.options if kind == self.name else {}), **extra}.get("eps") or (None,)
-            alike = {types[name] for name in types if self.group_of(name) == group}
-            if kind == "Adafactor" and eps[0] is None and len(alike) > 1:
-                said = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in alike))
-                raise UsageError(
-                    f"Adafactor takes the first of its eps from the first parameter of a group, and one holds {said}; "
-                    "say Optimizer('Adafactor', eps=(1e-7, 1e-3))"
-                )
-
-    def build(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
-        """The torch optimizer over these parameters. Every group exists, also when empty, so that indices agree."""
-        groups: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            ({"params": []}, extra) for extra in [*self.groups.values(), {}]
-        ]
-        for name, parameter in named.items():
-            groups[self.group_of(name)][0]["params"].append(parameter)
-        parts: dict[str, list[dict[str, Any]]] = {}  # by class
-        for group, extra in groups:
-            group |= {key: value for key, value in extra.items() if key != "class"}
-            parts.setdefault(extra.get("class", self.name), []).append(group)
-        built = [self._built(kind, own) for kind, own in parts.items()]
-        return built[0] if len(built) == 1 else _Several(built, [group for group, _ in groups])
-
-    def _built(self, kind: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Of one class. A group that is named for another class has its own options only."""
-        try:
-            built: torch.optim.Optimizer = getattr(torch.optim, kind)(
-                groups, **(self.options if kind == self.name else {})
-            )
-        except (TypeError, ValueError) as error:
-            more = '; give others a class: groups={"PATTERN": {"class": "AdamW"}}' if kind == "Muon" else ""
-            raise UsageError(f"torch.optim.{kind}: {error}{more}") from error
-        return built
-
-    def to_json(self) -> dict[str, Any]:
-        found = {"name": self.name, "options": self.options, "groups": [[p, g] for p, g in self.groups.items()]}
-        if self.ema is None:
-            return found
-        return found | {"ema": self.ema} | ({"eval_ema": True} if self.eval_ema else {})
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Optimizer:
-        try:
-            groups = {str(pattern): dict(extra) for pattern, extra in data["groups"]}
-            found = cls(str(data["name"]), groups=groups, **dict(data["options"]))
-            return found if data.get("ema") is None else found.averaging(float(data["ema"]), bool(data.get("eval_ema")))
-        except (KeyError, TypeError, ValueError) as error:
-            raise UsageError(f"this is not an optimizer: {error!r}") from error
-
-
-class _Several(torch.optim.Optimizer):
-    """Optimizers of several classes as one: the same groups, in the order of their patterns, and the same state."""
-
-    def __init__(self, classes: list[torch.optim.Optimizer], groups: list[dict[str, Any]]) -> None:
-        first, *others = classes
-        shared = {k: v for k, v in first.defaults.items() if all((k, v) in o.defaults.items() for o in others)}
-        super().__init__(groups, shared)  # schedules look at these
-        self.classes = classes
-        self._link()
-
-    def _link(self) -> None:
-        """One state and one list of groups for all: each class has its own groups of them."""
-        for one in self.classes:
-            one.state = self.state
-            own = {id(p) for group in one.param_groups for p in group["params"]}
-            one.param_groups = [g for g in self.param_groups if any(id(p) in own for p in g["params"])]
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        super().load_state_dict(state_dict)
-        self._link()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"classes": self.classes}
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for one in self.classes:
-            one.step()
-
-
-class Schedule:
-    """A torch.optim.lr_scheduler class by name, stepped once per optimizer step by the owner.
-
-    >>> Schedule("CosineAnnealingLR", T_max=1000)
-    >>> Schedule("SequentialLR", schedulers=[Schedule("LinearLR"), Schedule("ExponentialLR", gamma=0.9)], milestones=[5])
-    >>> Schedule("CosineWithWarmup", warmup=100, steps=1000)
-
-    "ConstantWithWarmup" (with `warmup` alone), "LinearWithWarmup" and "CosineWithWarmup" are those of transformers, bit for bit.
-    """
-
-    def __init__(self, name: str, **options: Any) -> None:
-        if name == "ReduceLROnPlateau":
-            raise UsageError(
-                "'ReduceLROnPlateau' follows evaluations: train(..., callbacks=[meshcee.ReduceOnPlateau(...)])"
-            )
-        if not (name in WARMUPS or hasattr(torch.optim.lr_scheduler, name)):
-            ours = ", ".join(WARMUPS)
-            raise UsageError(f"schedule {name!r} is not a step-driven class of torch.optim.lr_scheduler, nor {ours}")
-        if name in WARMUPS and set(options) != WARMUPS[name][1]:
-            raise UsageError(f"schedule {name!r} takes {' and '.join(sorted(WARMUPS[name][1]))}, each a count of steps")
-        chained = options.get("schedulers", ())
-        if not isinstance(chained, list | tuple) or not all(isinstance(part, Schedule) for part in chained):
-            raise UsageError(f"schedule {name!r}: `schedulers` is a list of meshcee.Schedule(...)")
-        if name == "SequentialLR" and any("schedulers" in part.options for part in chained):
-            raise UsageError("torch's SequentialLR holds no other chain: list the schedules themselves")
-        self.name = name
-        self.options = options
-
-    def __repr__(self) -> str:
-        """The same in every process, so functions have their names."""
-        return f"Schedule({self.name!r}, {self.words})"
-
-    @property
-    def words(self) -> str:
-        """The options, for who compares two runs."""
-        return repr(sorted((key, _named(value)) for key, value in self.options.items()))
-
-    def build(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-        options = dict(self.options)
-        if self.name in WARMUPS:
-            kind = torch.optim.lr_scheduler.LambdaLR
-            options = {"lr_lambda": partial(WARMUPS[self.name][0], **options)}
-        else:
-            kind = getattr(torch.optim.lr_scheduler, self.name)
-        if "schedulers" in options:
-            options["schedulers"] = [part.build(optimizer) for part in options["schedulers"]]
-        with calling(f"torch.optim.lr_scheduler.{self.name}"):
-            built: torch.optim.lr_scheduler.LRScheduler = kind(optimizer=optimizer, **options)
-        return built
-
-
-def _constant(step: int, warmup: int) -> float:
-    return step / max(1, warmup) if step < warmup else 1.0
-
-
-def _linear(step: int, warmup: int, steps: int) -> float:
-    return step / max(1, warmup) if step < warmup else max(0.0, (steps - step) / max(1, steps - warmup))
-
-
-def _cosine(step: int, warmup: int, steps: int) -> float:
-    if step < warmup:
-        return step / max(1, warmup)
-    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - warmup) / max(1, steps - warmup)))))
-
-
-# What the learning rate is multiplied by at each step, and the options that say so.
-WARMUPS: dict[str, tuple[Callable[..., float], set[str]]] = {
-    "ConstantWithWarmup": (_constant, {"warmup"}),
-    "LinearWithWarmup": (_linear, {"warmup", "steps"}),
-    "CosineWithWarmup": (_cosine, {"warmup", "steps"}),
-}
-
-
-class _Name:
-    """Stands for a function in a text; its address would be another one in every process."""
-
-    def __init__(self, of: Any) -> None:
-        self._of = of
-
-    def __repr__(self) -> str:
-        return f"{self._of.__module__}.{self._of.__qualname__}"
-
-
-def _named(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(map(_named, value))
-    if not callable(value):
-        return value
-    return _Name(value if hasattr(value, "__qualname__") else type(value))
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,8 @@ import meshcee
 from meshcee.eager import halve, outermost
 from meshcee.errors import UsageError
 from meshcee.files import Home
-from meshcee.job import Job, Optimizer, Schedule
+from meshcee.job import Job
+from meshcee.optim import Optimizer, Schedule
 from meshcee.sampling.order import draw
 from peers.node.mesh import Mesh
 from tests.rig.reference import reference

@@ -10,7 +10,8 @@ from torch import nn
 
 import meshcee
 from meshcee.callbacks import Callback
-from meshcee.job import Job, Optimizer, Schedule
+from meshcee.job import Job
+from meshcee.optim import Optimizer, Schedule
 from meshcee.sampling import indices_of, read
 from tests.peers.member.test_training import make_job
 from tests.rig.mesh_fixture import train

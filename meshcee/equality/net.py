@@ -34,7 +34,8 @@ from meshcee.equality.recorder import Recorder, Told, unlike, unlike_backwards, 
 from meshcee.equality.watch import Slot, Watch, digest
 from meshcee.errors import CaptureError, MeshceeError, UnequalError, UsageError
 from meshcee.files import large_apart
-from meshcee.job import Job, Optimizer, seed_of
+from meshcee.job import Job, seed_of
+from meshcee.optim import Optimizer
 from meshcee.plan import Plan
 from meshcee.role import rows_of
 from meshcee.sampling import GENERATORS, call_model, rebuild, source_of

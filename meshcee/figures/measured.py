@@ -38,6 +38,7 @@ class JobCosts:
     threads  that every CPU computes with; 0: each with its own number
     codec  of every boundary, or "auto" or "lossless": as planner/rules.py has it between regions
     feeds  of each raw input the bytes of a sample and the blocks that read it; data_s: that reading a sample takes the owner
+    moments  bytes of what the optimizer keeps, and of an average, for each byte of a weight in full: 2 with AdamW
     audited  members keep what their last steps began with
     groups  whether devices of one region may share a stage; direct_sums and clips as the job says
     workspace  of micro-batches of so many samples, what the operators of each block take for a moment; () when nobody looked
@@ -62,7 +63,7 @@ class JobCosts:
     threads: Cores = 0
     feeds: Annotated[tuple[tuple[_Sample, tuple[Count, ...]], ...], Meta(max_length=MAX_BLOCKS)] = ()
     data_s: NotNegative = 0.0
-    averages: bool = False  # of the weights, beside the optimizer's moments
+    moments: Annotated[float, Meta(ge=0, le=16)] = 2.0
     audited: bool = False
     workspace: Annotated[tuple[tuple[Count, tuple[Count, ...]], ...], Meta(max_length=MAX_SIZES)] = ()
 

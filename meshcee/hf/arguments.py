@@ -6,6 +6,7 @@ itself, such as which weights decay, it is asked for.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import fnmatch
 import math
@@ -18,7 +19,7 @@ from torch import nn
 
 from meshcee.errors import UsageError
 from meshcee.hf.library import transformers
-from meshcee.job import PER_PARAMETER, Optimizer, Schedule
+from meshcee.optim import PER_PARAMETER, Optimizer, Schedule
 
 __all__ = ["check", "optimizer_of", "patterns", "rate_after", "schedule_of", "steps_of"]
 
@@ -114,10 +115,15 @@ def steps_of(args: Any, samples: int) -> tuple[int, int]:
 
 
 def optimizer_of(args: Any, model: nn.Module) -> Optimizer:
-    """The library's choice, where a Job has it; biases and norms do not decay."""
+    """The library's choice, where a Job has it; biases and norms do not decay.
+
+    AdamW with moments in 8 bits is a class of our own, which every peer has: near the bits of bitsandbytes, and not the same.
+    """
     trainer = transformers().Trainer
+    in_8_bits = args.optim in _IN_8_BITS
     try:
-        kind, options = trainer.get_optimizer_cls_and_kwargs(args, model)
+        usual = _with_optim(args, "adamw_torch") if in_8_bits else args
+        kind, options = trainer.get_optimizer_cls_and_kwargs(usual, model)
     except (ImportError, ValueError, TypeError) as error:
         raise UsageError(f"optim={str(args.optim)!r}: {error}; {_OTHER_OPTIMIZER}") from error
     name = getattr(kind, "__name__", "")
@@ -128,10 +134,22 @@ def optimizer_of(args: Any, model: nn.Module) -> Optimizer:
     decays = set(trainer.get_decay_parameter_names(None, model))
     spared = patterns([n for n in trained if n not in decays], [n for n in trained if n in decays])
     groups = {pattern: {"weight_decay": 0.0} for pattern in spared} if args.weight_decay else {}
-    return Optimizer(name, groups=groups, **{**options, "weight_decay": args.weight_decay})
+    return Optimizer(
+        "AdamW8bit" if in_8_bits else name, groups=groups, **{**options, "weight_decay": args.weight_decay}
+    )
 
 
-_OTHER_OPTIMIZER = "write optim='adamw_torch', 'sgd', 'adagrad' or 'rmsprop', or use meshcee.Job, which has more"
+def _with_optim(args: Any, optim: str) -> Any:
+    found = copy.copy(args)
+    found.optim = optim
+    return found
+
+
+_IN_8_BITS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
+
+_OTHER_OPTIMIZER = (
+    "write optim='adamw_torch', 'adamw_8bit', 'sgd', 'adagrad' or 'rmsprop', or use meshcee.Job, which has more"
+)
 
 
 def patterns(wanted: Iterable[str], others: Collection[str]) -> list[str]:

@@ -32,7 +32,7 @@ from meshcee.figures import (
 )
 from meshcee.plan import Plan
 from meshcee.planner.regions import cluster_of
-from meshcee.planner.rules import STATE_FACTOR, between, copies_factor, shortages
+from meshcee.planner.rules import between, copies_factor, shortages
 from meshcee.planner.search import Choice, Effort, Question, Runs, plans
 from meshcee.planner.trust import believed_devices, believed_links, believed_speeds
 from meshcee.simulator import period_s
@@ -114,10 +114,10 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
         job.micro_batch,
         times=known,
         element_bytes=job.element_bytes,
-        averages=job.averages,
+        moments=job.moments,
     )
     if (tiers or job.audited) and all(device.kind == "cpu" for device in mesh.devices.values()):
-        factor = copies_factor(tiers, audited=job.audited)
+        factor = copies_factor(tiers, audited=job.audited, moments=job.moments)
         frozen = [c.parameter_bytes - c.trainable_bytes for c in job.blocks]  # of which nobody makes copies
         more = [round(factor * (size - own)) for size, own in zip(work.state_bytes, frozen)]
         work = replace(work, state_bytes=tuple(map(sum, zip(work.state_bytes, more))))
@@ -321,7 +321,7 @@ def workload_of(
     *,
     times: Mapping[str, KindTimes] | None = None,
     element_bytes: int = 4,
-    averages: bool = False,
+    moments: float = 2.0,
 ) -> Workload:
     """A job on a live mesh: seconds from measured speeds, or `times` where blocks themselves were timed.
 
@@ -345,11 +345,10 @@ def workload_of(
         names=tuple(c.name for c in costs),
         global_batch=batch_size,
         times=found,
-        # 16 bytes a trainable parameter, whatever it computes in; 4 more for an average. What a bf16 job keeps in fp32 has no
-        # master of its own, so 16 bytes are four times its weight, and not eight times.
+        # 8 bytes a trainable parameter, whatever it computes in, and what is kept of it. What a bf16 job keeps in fp32 has no
+        # master of its own, so 8 bytes are twice its weight, and not four times.
         state_bytes=tuple(
-            (STATE_FACTOR + averages)
-            * (c.trainable_bytes + (4 // element_bytes - 1) * (c.trainable_bytes - c.full_bytes))
+            round((2 + moments) * (c.trainable_bytes + (4 // element_bytes - 1) * (c.trainable_bytes - c.full_bytes)))
             + (c.parameter_bytes - c.trainable_bytes)
             for c in costs
         ),

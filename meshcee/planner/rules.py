@@ -1,9 +1,9 @@
 """What a plan may be: what executors can run, what devices can hold, what a job says of codecs, and why a device is left out.
 
 The idea: the planner can think of more than an executor does today, and of more than memory holds. One file says what may be
-proposed and why something was not; everything that proposes asks it. Memory is 16 bytes a trainable parameter, whatever
-the precision. In fp32 these are weight, gradient and two moments; in bf16 weight and gradient at two bytes, master and
-moments at four. What `keep_fp32` leaves in fp32 is its own master. To this comes what every live micro-batch keeps from F to W.
+proposed and why something was not; everything that proposes asks it. With AdamW memory is 16 bytes a trainable parameter, whatever
+the precision. In fp32 these are weight, gradient and two moments; in bf16 weight and gradient at two bytes, master and moments at
+four. What `keep_fp32` leaves in fp32 is its own master. To this comes what every live micro-batch keeps from F to W.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from meshcee.planner.chain import Codecs, Layout, peers_of
 from meshcee.planner.cut import DeviceClass
 
 __all__ = [
-    "STATE_FACTOR",
     "Runs",
     "Shortage",
     "between",
@@ -133,14 +132,10 @@ def remarks(plan: Plan) -> tuple[str, ...]:
     return tuple(found)
 
 
-STATE_FACTOR = 4  # 16 bytes for each four of an fp32 parameter
-COPY_SHARE = 0.75  # of a stage's state: not its gradients
-
-
-def copies_factor(tiers: int, *, audited: bool = False) -> float:
+def copies_factor(tiers: int, *, audited: bool = False, moments: float = 2.0) -> float:
     """What copies take at a member, times its own state, where stages are about equal: 1 tier for keepers, 2 for far ones too."""
-    kept = OWN_COPIES + OTHERS_COPIES + 2 * FAR_COPIES * (tiers - 1) if tiers else 0
-    return COPY_SHARE * (kept + AUDIT_COPIES * audited)
+    copies = OWN_COPIES + OTHERS_COPIES + 2 * FAR_COPIES * (tiers - 1) if tiers else 0
+    return (1 + moments) / (2 + moments) * (copies + AUDIT_COPIES * audited)  # a copy has no gradients
 
 
 @dataclass(frozen=True)

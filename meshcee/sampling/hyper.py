@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from meshcee.job import Optimizer, Schedule
+from meshcee.optim import Optimizer, Schedule
 from meshcee.user_code import calling
 
 __all__ = ["HyperSchedule"]

@@ -20,7 +20,7 @@ import torch
 
 from meshcee.capture.graph import StageSpec, Value, copied, moved, unfolded
 from meshcee.errors import ProtocolError
-from meshcee.job import Optimizer
+from meshcee.optim import Optimizer
 from meshcee.sampling import GENERATORS
 from meshcee.stage.deferred import Deferral, Tape
 from meshcee.stage.weights import Weights

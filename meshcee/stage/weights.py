@@ -12,7 +12,7 @@ import torch
 
 from meshcee.capture.graph import Input, copied
 from meshcee.files.tensor_files import Layout
-from meshcee.job import Optimizer
+from meshcee.optim import Optimizer
 
 __all__ = ["AVERAGE", "Weights", "first_moments", "optimizer_layout"]
 
@@ -161,21 +161,31 @@ def _kept(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_layout(optimizer: Optimizer, masters: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """All that the optimizer may keep for these parameters, found by stepping it once on tiny ones."""
-    tiny = {n: torch.nn.Parameter(torch.zeros([2] * len(shape), dtype=dtype)) for n, (dtype, shape) in masters.items()}
-    built = optimizer.build(tiny)
-    for parameter in tiny.values():
+    """All that the optimizer may keep for these parameters, found by stepping it once on tiny ones.
+
+    A class of ours is stepped on true sizes without numbers: what it keeps follows from the size.
+    """
+    ours = {name for name in masters if optimizer.is_ours(name)}
+    tried = {
+        n: torch.nn.Parameter(
+            torch.zeros(shape, dtype=dtype, device="meta") if n in ours else torch.zeros([2] * len(shape), dtype=dtype)
+        )
+        for n, (dtype, shape) in masters.items()
+    }
+    built = optimizer.build(tried)
+    for parameter in tried.values():
         parameter.grad = torch.zeros_like(parameter)
     built.step()
     averaged = masters if optimizer.ema is not None else {}
     found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         f"{name}/{AVERAGE}": known for name, known in averaged.items()
     }
-    for name, parameter in tiny.items():
+    for name, parameter in tried.items():
         for key, value in built.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 whole = masters[name][1] if value.dim() == parameter.dim() else ()  # of a factor a dimension is 1
-                found[f"{name}/{key}"] = (value.dtype, tuple(n if own > 1 else 1 for n, own in zip(whole, value.shape)))
+                shape = tuple(n if own > 1 else 1 for n, own in zip(whole, value.shape))
+                found[f"{name}/{key}"] = (value.dtype, tuple(value.shape) if name in ours else shape)
     return found
 
 

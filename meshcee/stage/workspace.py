@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshcee.capture.graph import Program, Value, integer, quiet
-from meshcee.job import Optimizer
+from meshcee.optim import Optimizer
 from meshcee.stage.runner import StageRunner
 
 __all__ = ["workspaces"]

@@ -29,7 +29,7 @@ from meshcee.fields import Count, plain, read, unpack
 from meshcee.figures import KINDS, MAX_DISTINCT, MAX_SIZES, BlockTimes, Triple
 from meshcee.figures.amounts import size as told_size
 from meshcee.files import large_apart
-from meshcee.job import Optimizer
+from meshcee.optim import Optimizer
 from meshcee.plan import MOST_THREADS
 from meshcee.stage import StageRunner, tensors
 from peers.device import Compute, Graphs

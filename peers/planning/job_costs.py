@@ -11,7 +11,7 @@ import hashlib
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
@@ -25,7 +25,7 @@ from meshcee.figures import MAX_SIZES, BlockTimes, DeviceProfile, JobCosts, as_r
 from meshcee.job import Job
 from meshcee.sampling import data as data_rules
 from meshcee.sampling import probes
-from meshcee.stage import why_one_pipeline
+from meshcee.stage import optimizer_layout, why_one_pipeline
 from peers.device import versions
 from peers.mesh_view import MeshView
 from peers.transport import Frame, StreamClosed
@@ -72,10 +72,21 @@ def costs_of(job: Job, captured: Capture, plans: bool = True) -> JobCosts:
         versions=versions(),
         threads=job.threads or 0,
         feeds=_feeds(captured),
-        averages=job.ema is not None,
+        moments=_moments(job, captured),
         audited=job.audit > 0,
         workspace=_workspaces(job, captured, like) if plans else (),
     )
+
+
+def _moments(job: Job, captured: Capture) -> float:
+    """Counts of steps apart."""
+    masters = {x.name: captured.layout[x.name] for x in captured.train.inputs if x.trainable}
+    layout = optimizer_layout(job.optimizer.averaging(job.ema), masters)
+    return _bytes(layout.values()) / max(1, _bytes(masters.values()))
+
+
+def _bytes(layouts: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> int:
+    return sum(dtype.itemsize * math.prod(shape) for dtype, shape in layouts if shape)
 
 
 def _workspaces(job: Job, captured: Capture, like: Sequence[int]) -> tuple[tuple[int, tuple[int, ...]], ...]:

@@ -22,7 +22,8 @@ from meshcee.capture.graph import whole_draws
 from meshcee.codec import codec_of
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.fields import Finite, NotNegative, plain, read, unpack
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.plan import Epoch, Plan, Stage, Term
 from meshcee.role import Place, StageFlops, Sum
 from meshcee.stage import Boundaries, StageRunner, check_pipelines, optimizer_layout

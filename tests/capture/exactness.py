@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshcee.capture import Capture, capture, decode_program, encode_program
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from tests.rig.chain import Chain
 from tests.rig.reference import reference
 

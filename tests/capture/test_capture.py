@@ -12,7 +12,8 @@ from torch import nn
 
 from meshcee.capture import Capture, capture, stack
 from meshcee.errors import CaptureError, PlanError, UsageError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from tests.rig import zoo
 
 

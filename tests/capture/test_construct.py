@@ -25,7 +25,8 @@ from meshcee.capture.recipes.initial import from_checkpoint
 from meshcee.capture.recipes.recipe import MAX_LIVE, SLACK_BYTES, decode
 from meshcee.errors import CaptureError, GraphError, UsageError
 from meshcee.files.tensor_files import Checkpoint, TensorFile
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from tests.rig import zoo
 from tests.rig.resident import growth
 from tests.rig.strides import ODD

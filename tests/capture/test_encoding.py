@@ -21,7 +21,8 @@ from torch import nn
 from meshcee.capture import Program, capture, decode_program, encode_program
 from meshcee.config import Limits
 from meshcee.errors import GraphError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from tests.rig import zoo
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from meshcee.capture import capture
 from meshcee.errors import CaptureError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from tests.rig import zoo
 from tests.rig.chain import Chain
 from tests.rig.reference import reference

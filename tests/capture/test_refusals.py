@@ -19,7 +19,8 @@ from torch import nn
 
 from meshcee.capture import capture
 from meshcee.errors import CaptureError, UsageError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 
 HERE = r"test_refusals\.py:\d+"
 

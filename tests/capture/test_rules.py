@@ -21,7 +21,8 @@ from meshcee.capture.graph.guards import GUARDED
 from meshcee.capture.graph.operators import ALLOWED, find_operator
 from meshcee.capture.graph.verify import activation_bytes
 from meshcee.errors import CaptureError, GraphError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from peers.cli.main import main
 
 INF = float("inf")

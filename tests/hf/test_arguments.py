@@ -122,6 +122,13 @@ def test_steps_and_epochs(tmp_path: Path) -> None:
         ({"optim": "sgd", "optim_args": "momentum=0.5"}, "SGD", {"lr": 0.01, "momentum": 0.5}),
         ({"optim": "adagrad"}, "Adagrad", {"lr": 0.01}),
         ({"optim": "rmsprop"}, "RMSprop", {"lr": 0.01}),
+        (
+            {"optim": "adamw_8bit", "adam_beta1": 0.8},
+            "AdamW8bit",
+            {"lr": 0.01, "betas": (0.8, 0.999), "weight_decay": 0.0},
+        ),
+        ({"optim": "adamw_bnb_8bit"}, "AdamW8bit", {"eps": 1e-8}),
+        ({"optim": "adamw_torch_8bit"}, "AdamW8bit", {}),
     ],
 )
 def test_an_optimizer_has_the_librarys_options(
@@ -133,7 +140,7 @@ def test_an_optimizer_has_the_librarys_options(
     assert found.groups == {}
 
 
-@pytest.mark.parametrize("optim", ["adafactor", "adamw_8bit", "galore_adamw"])
+@pytest.mark.parametrize("optim", ["adafactor", "lion_8bit", "galore_adamw"])
 def test_another_optimizer_is_refused(optim: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"optim='.*adamw_torch'"):
         optimizer_of(arguments(tmp_path, optim=optim), llama())

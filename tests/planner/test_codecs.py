@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from meshcee.errors import UsageError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.planner.chain import layout_of
 from meshcee.planner.rules import Runs, between, remarks

@@ -26,7 +26,8 @@ from torch import nn
 from meshcee.capture import Capture, capture
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import PeerLostError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.plan import Plan
 from meshcee.stage.runner import StageRunner
 from peers.device.compute import Compute

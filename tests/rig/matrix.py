@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from meshcee.job import Job, Optimizer, Schedule
+from meshcee.job import Job
+from meshcee.optim import Optimizer, Schedule
 from tests.rig import zoo
 
 __all__ = ["CASES", "FACTORS", "Case", "job_of", "pairs_of", "pairwise", "stages_of"]

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
-from meshcee.job import Job, Optimizer, Schedule
+from meshcee.job import Job
+from meshcee.optim import Optimizer, Schedule
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from tests.rig.random_layers import KINDS, Layer
 from tests.rig.reference import stacked
@@ -33,7 +34,7 @@ PURE = [name for name, kind in KINDS.items() if not kind.mutates]
 MUTATING = [name for name, kind in KINDS.items() if kind.mutates]
 OPTIMIZERS = (
     *("SGD", "SGD", "Adam", "AdamW", "AdamW", "RMSprop", "Adagrad"),
-    *("Adafactor", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"),
+    *("AdamW8bit", "Adafactor", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD", "Rprop"),
 )
 STREAMS = {"stream": Plain, "counted stream": Counted, "shuffled stream": Shuffled}
 ORDERS = ("function", "weighted", "replaced", "subset", "epochs")
@@ -169,7 +170,7 @@ def _optimizer(r: random.Random) -> tuple[str, dict[str, Any], dict[str, dict[st
     if r.random() < 0.3:
         groups["layers.1*|head*"] = {"lr": options["lr"] / 3}
     if r.random() < 0.15:
-        groups["layers.2*"] = {"class": r.choice(["SGD", "AdamW"]), "lr": 1e-3}
+        groups["layers.2*"] = {"class": r.choice(["SGD", "AdamW", "AdamW8bit"]), "lr": 1e-3}
     if r.random() < 0.1:
         groups["nobody*"] = {"lr": 1e-9}
     return name, options, groups
@@ -338,7 +339,7 @@ def model_of(drawn: Drawn) -> nn.Module:
 
 def job_of(drawn: Drawn) -> Job:
     """A new one, with a model of its own, at each call."""
-    momentum = drawn.optimizer in ("Adam", "AdamW", "NAdam") or bool(drawn.options.get("momentum"))
+    momentum = drawn.optimizer in ("Adam", "AdamW", "AdamW8bit", "NAdam") or bool(drawn.options.get("momentum"))
     evaluates = drawn.eval_every > 0
     return Job(
         model=partial(Net, drawn) if drawn.made else model_of(drawn),

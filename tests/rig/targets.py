@@ -62,7 +62,8 @@ from meshcee.figures.kernels import class_of
 from meshcee.figures.profile import BlockCost, DeviceProfile, LinkProfile
 from meshcee.figures.versions import Versions
 from meshcee.files import dumps
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.plan import LeftOut, Member, Pipeline, Plan, Predicted, Stage
 from meshcee.stage import tensors
 from peers.cli.plan import read_plan

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 
 __all__ = ["ALL", "PHASE_ONE", "class_loss", "flat_cross_entropy", "make", "own_loss"]
 

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from meshcee.errors import UsageError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.sampling import draw, inputs_of, source_of
 from meshcee.sampling.readers import Readers
 from meshcee.user_code import JOB_FILE, import_job_file

@@ -24,7 +24,8 @@ from torch.utils.data import (
 )
 
 from meshcee.errors import UsageError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.sampling import indices_of, order_digest, repeats, source_of
 from meshcee.sampling import sampler as sampler_module
 from meshcee.sampling.order import generators_put_back, seed_generators

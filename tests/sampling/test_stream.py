@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from meshcee.errors import UsageError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.sampling import probes, repeats, source_of
 from meshcee.sampling.order import generators_put_back, seed_generators
 from meshcee.sampling.stream import LOOKED_AT, MOST_STATES, OTHERS, READ_AGAIN, RECENT, UNUSED

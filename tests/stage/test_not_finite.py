@@ -11,7 +11,8 @@ from torch import nn
 
 from meshcee.capture.graph import Input, Value
 from meshcee.errors import NonFiniteLossError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.stage.runner import StageRunner
 from meshcee.stage.weights import Weights
 from peers.transport.memory import Impairment, MemoryNetwork

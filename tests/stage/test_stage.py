@@ -18,7 +18,8 @@ from torch import nn
 from meshcee.capture import Capture, capture, decode_program, encode_program, stack
 from meshcee.errors import CaptureError, ProtocolError
 from meshcee.figures import DeviceProfile
-from meshcee.job import Job, Optimizer, Schedule
+from meshcee.job import Job
+from meshcee.optim import Optimizer, Schedule
 from meshcee.planner.live import workload_of
 from meshcee.stage.runner import clip_coefficient, global_norm
 from tests.peers.groups.test_live_groups import Lopsided, lopsided
@@ -244,7 +245,7 @@ def test_a_plan_counts_what_weights_gradients_masters_and_moments_take(
     chain.run(job.steps)
     device = DeviceProfile("cpu", "", 1 << 30, 1e9)
     counted = workload_of(
-        {"a": device}, {"a": "k"}, found.costs, 8, 2, element_bytes=2, averages=ema is not None
+        {"a": device}, {"a": "k"}, found.costs, 8, 2, element_bytes=2, moments=2.0 + (ema is not None)
     ).state_sum_bytes(0, len(found.costs))
     frozen = sum(c.parameter_bytes - c.trainable_bytes for c in found.costs)
     assert counted - frozen == held[-1]

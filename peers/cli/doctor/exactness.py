@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from meshcee.equality import check
 from meshcee.errors import MeshceeError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from peers.cli.doctor.facts import Exactness, Kernels
 from peers.device import Compute, fingerprints, kernel_class
 

@@ -247,7 +247,7 @@ def _shared(found: Shared) -> Iterator[Finding]:
     most = ", ".join(f"{name}: {busy:.1f}" for name, busy in found.by_cores)
     text = f"others use {found.busy:.1f} of {count(found.cores, 'core')} now" + (f" ({most})" if most else "")
     if found.busy >= BUSY_SHARE * found.cores:
-        left = max(1, math.floor(found.cores - found.busy))
+        left = max(1, math.floor(found.cores - min(found.busy, found.cores)))
         mend = f"start peers with --threads {left}, or with --yield-to-owner; or end what computes (`top` lists it)"
         yield warn("device", "shared cores", f"{text}, so a step here takes longer than the plan counts on", mend)
     else:

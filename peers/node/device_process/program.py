@@ -24,7 +24,8 @@ from meshcee.capture import Program, decode_program, prepare
 from meshcee.config import Limits
 from meshcee.errors import GraphError, NotPermittedError, PlanError, ProtocolError
 from meshcee.files import settled
-from meshcee.job import PER_PARAMETER, Optimizer, seeded
+from meshcee.job import seeded
+from meshcee.optim import PER_PARAMETER, Optimizer
 from peers.device import Compute, Graphs, measure_device
 from peers.device.worker.confine import die_with
 from peers.device.worker.packets import Confinement, sealed

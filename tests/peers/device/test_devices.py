@@ -19,7 +19,8 @@ import meshcee
 from meshcee.capture import capture, decode_program, encode_program, stack
 from meshcee.errors import PlanError, UsageError
 from meshcee.figures.profile import DeviceProfile
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.stage.plan_checks import check_generators
 from peers.node.agent import Agent
 from tests.rig import zoo

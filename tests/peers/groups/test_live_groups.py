@@ -24,7 +24,8 @@ from meshcee.equality.trial import why_not_shared
 from meshcee.errors import ProtocolError, unwrap
 from meshcee.figures.measured import JobCosts
 from meshcee.files.home import Home
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.plan import Plan, Predicted
 from meshcee.planner.live import situation
 from meshcee.simulator import period_s

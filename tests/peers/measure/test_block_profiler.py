@@ -21,7 +21,8 @@ from meshcee.capture.graph.same_work import alike, tied
 from meshcee.config import Limits
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.figures.timing import BlockTimes
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from peers.device.compute import Compute, Pace
 from peers.device.graphs import Graphs
 from peers.measure.block_profiler import BlockProfiler, ProfileRequest

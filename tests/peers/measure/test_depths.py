@@ -18,7 +18,8 @@ from meshcee.adapt.senses import LASTING_STEPS, Carries, Senses, Shift
 from meshcee.errors import ProtocolError
 from meshcee.figures.observed import Observed
 from meshcee.figures.rate import LEAST_BYTES
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.plan import Plan
 from peers.owner.answers import Answers
 from peers.transport.base import Frame

@@ -14,7 +14,8 @@ from torch import nn
 from meshcee.capture import capture
 from meshcee.codec import CODECS, noise_seed
 from meshcee.errors import NonFiniteLossError, ProtocolError, UsageError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.plan import Plan, Predicted
 from meshcee.sampling import draw
 from peers.device.compute import Compute

@@ -17,7 +17,8 @@ from meshcee.config import Limits
 from meshcee.eager import plain
 from meshcee.errors import MeshceeError, NonFiniteLossError, PeerLostError, PlanError, ProtocolError, UsageError
 from meshcee.files.tensor_files import save
-from meshcee.job import Job, Optimizer, Schedule
+from meshcee.job import Job
+from meshcee.optim import Optimizer, Schedule
 from meshcee.plan import Plan
 from meshcee.sampling.order import draw
 from meshcee.stage.runner import StageRunner

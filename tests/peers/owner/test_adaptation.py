@@ -42,7 +42,8 @@ from meshcee.figures.observed import Observed
 from meshcee.figures.profile import LinkProfile
 from meshcee.figures.timing import BlockTimes
 from meshcee.files.home import Home
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.plan import Plan
 from meshcee.planner.live import situation
 from peers.device.compute import Pace

@@ -19,7 +19,8 @@ from meshcee.audit import chosen
 from meshcee.capture import capture
 from meshcee.errors import ProtocolError, UsageError, unwrap
 from meshcee.figures import DeviceProfile
-from meshcee.job import PER_PARAMETER, Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import PER_PARAMETER, Optimizer
 from meshcee.plan import Plan
 from peers.member.audit import StepWitness
 from peers.owner.audit import check_judges, own_class

@@ -18,7 +18,8 @@ from meshcee.capture import capture
 from meshcee.eager import plain, plain_steps
 from meshcee.errors import UsageError
 from meshcee.files.home import Home
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer, adamw8bit
 from meshcee.stage import optimizer_layout
 from peers.cli.runs import export
 from peers.owner.epoch import Report
@@ -81,6 +82,19 @@ async def test_the_average_outlives_a_member_and_is_exported(
     export("last", None, tmp_path / "ema.safetensors", ema=True, as_json=True)
     exported = safetensors.torch.load_file(tmp_path / "ema.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.ema.items())
+
+
+async def test_moments_in_8_bits_outlive_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adamw8bit, "SMALLEST", 16)  # numbers: these models have few
+    job = job_of(Optimizer("AdamW8bit", lr=1e-2))
+    expected = plain(job, STEPS, MICRO)
+    result = await trained(job, Home(tmp_path), crash_after=7)
+    assert result.plan is not None
+    assert len(result.plan.pipelines[0].stages) == 2
+    assert result.losses == expected.losses
+    for name, tensor in expected.state_dict.items():
+        assert torch.equal(result.state_dict[name], tensor), name
+        assert torch.equal(result.ema[name], expected.ema[name]), name
 
 
 async def test_evaluations_are_of_the_average_where_the_job_says_so(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 
 import meshcee
 from meshcee.errors import UsageError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from peers.cli.runs import export
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here

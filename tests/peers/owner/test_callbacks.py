@@ -21,7 +21,8 @@ from meshcee.eager import plain, plain_steps
 from meshcee.errors import UsageError, unwrap
 from meshcee.events import Event
 from meshcee.files.home import Home
-from meshcee.job import Job, Optimizer, Schedule
+from meshcee.job import Job
+from meshcee.optim import Optimizer, Schedule
 from peers.node.assemble import JoinOptions, join
 from peers.owner.job_run import Result
 from peers.state.checkpoint import CheckpointStore

@@ -15,7 +15,8 @@ from torch import nn
 
 from meshcee.capture import capture
 from meshcee.equality import why_not_shared
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.stage.plan_checks import why_one_pipeline
 from tests.rig import zoo
 from tests.rig.mesh_fixture import Trained, beside, train

@@ -16,7 +16,8 @@ from torch import nn
 from meshcee.capture import Capture, capture
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import MeshceeError
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.plan import Plan
 from peers.device.compute import Compute
 from peers.device.graphs import Graphs

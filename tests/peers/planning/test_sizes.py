@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from meshcee.capture import capture
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from peers.planning.job_costs import costs_of, least_samples, sizes_of
 
 

@@ -27,7 +27,8 @@ from meshcee.figures.profile import BlockCost, LinkProfile
 from meshcee.figures.timing import BlockTimes
 from meshcee.figures.versions import Versions
 from meshcee.files.home import Home
-from meshcee.job import At, Job, Optimizer
+from meshcee.job import At, Job
+from meshcee.optim import Optimizer
 from meshcee.plan import Plan
 from peers.device.compute import Pace
 from peers.node.assemble import InProcess, JoinOptions

@@ -26,7 +26,8 @@ from meshcee.eager import plain
 from meshcee.errors import CheckpointError, MeshceeError, UsageError, unwrap
 from meshcee.files import Trouble
 from meshcee.files.home import Home, Run
-from meshcee.job import PER_PARAMETER, Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import PER_PARAMETER, Optimizer
 from meshcee.stage.weights import optimizer_layout
 from peers.node.assemble import JoinOptions, join
 from peers.owner.job_run import Result

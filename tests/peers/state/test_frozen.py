@@ -14,7 +14,8 @@ from torch import nn
 
 from meshcee.eager import plain
 from meshcee.files.home import Home
-from meshcee.job import Job, Optimizer
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from peers.node.assemble import InProcess, JoinOptions
 from peers.node.mesh import Mesh
 from peers.transport.base import Frame

@@ -1,0 +1,109 @@
+"""A schedule of learning rates by name, and those of transformers.
+
+The idea: the owner steps it, once a step, and tells members the options of each group; so a member needs to know none of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from meshcee.errors import UsageError
+from meshcee.user_code import calling
+
+__all__ = ["Schedule"]
+
+
+class Schedule:
+    """A torch.optim.lr_scheduler class by name, stepped once per optimizer step by the owner.
+
+    >>> Schedule("CosineAnnealingLR", T_max=1000)
+    >>> Schedule("SequentialLR", schedulers=[Schedule("LinearLR"), Schedule("ExponentialLR", gamma=0.9)], milestones=[5])
+    >>> Schedule("CosineWithWarmup", warmup=100, steps=1000)
+
+    "ConstantWithWarmup" (with `warmup` alone), "LinearWithWarmup" and "CosineWithWarmup" are those of transformers, bit for bit.
+    """
+
+    def __init__(self, name: str, **options: Any) -> None:
+        if name == "ReduceLROnPlateau":
+            raise UsageError(
+                "'ReduceLROnPlateau' follows evaluations: train(..., callbacks=[meshcee.ReduceOnPlateau(...)])"
+            )
+        if not (name in WARMUPS or hasattr(torch.optim.lr_scheduler, name)):
+            ours = ", ".join(WARMUPS)
+            raise UsageError(f"schedule {name!r} is not a step-driven class of torch.optim.lr_scheduler, nor {ours}")
+        if name in WARMUPS and set(options) != WARMUPS[name][1]:
+            raise UsageError(f"schedule {name!r} takes {' and '.join(sorted(WARMUPS[name][1]))}, each a count of steps")
+        chained = options.get("schedulers", ())
+        if not isinstance(chained, list | tuple) or not all(isinstance(part, Schedule) for part in chained):
+            raise UsageError(f"schedule {name!r}: `schedulers` is a list of meshcee.Schedule(...)")
+        if name == "SequentialLR" and any("schedulers" in part.options for part in chained):
+            raise UsageError("torch's SequentialLR holds no other chain: list the schedules themselves")
+        self.name = name
+        self.options = options
+
+    def __repr__(self) -> str:
+        """The same in every process, so functions have their names."""
+        return f"Schedule({self.name!r}, {self.words})"
+
+    @property
+    def words(self) -> str:
+        """The options, for who compares two runs."""
+        return repr(sorted((key, _named(value)) for key, value in self.options.items()))
+
+    def build(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        options = dict(self.options)
+        if self.name in WARMUPS:
+            kind = torch.optim.lr_scheduler.LambdaLR
+            options = {"lr_lambda": partial(WARMUPS[self.name][0], **options)}
+        else:
+            kind = getattr(torch.optim.lr_scheduler, self.name)
+        if "schedulers" in options:
+            options["schedulers"] = [part.build(optimizer) for part in options["schedulers"]]
+        with calling(f"torch.optim.lr_scheduler.{self.name}"):
+            built: torch.optim.lr_scheduler.LRScheduler = kind(optimizer=optimizer, **options)
+        return built
+
+
+def _constant(step: int, warmup: int) -> float:
+    return step / max(1, warmup) if step < warmup else 1.0
+
+
+def _linear(step: int, warmup: int, steps: int) -> float:
+    return step / max(1, warmup) if step < warmup else max(0.0, (steps - step) / max(1, steps - warmup))
+
+
+def _cosine(step: int, warmup: int, steps: int) -> float:
+    if step < warmup:
+        return step / max(1, warmup)
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((step - warmup) / max(1, steps - warmup)))))
+
+
+# What the learning rate is multiplied by at each step, and the options that say so.
+WARMUPS: dict[str, tuple[Callable[..., float], set[str]]] = {
+    "ConstantWithWarmup": (_constant, {"warmup"}),
+    "LinearWithWarmup": (_linear, {"warmup", "steps"}),
+    "CosineWithWarmup": (_cosine, {"warmup", "steps"}),
+}
+
+
+class _Name:
+    """Stands for a function in a text; its address would be another one in every process."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def __repr__(self) -> str:
+        return f"{self._of.__module__}.{self._of.__qualname__}"
+
+
+def _named(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_named, value))
+    if not callable(value):
+        return value
+    return _Name(value if hasattr(value, "__qualname__") else type(value))

@@ -1,0 +1,102 @@
+"""Optimizers by name: what is refused, groups, classes of their own, and the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshcee.errors import UsageError
+from meshcee.optim import Optimizer, Schedule
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "NoSuchOptimizer", "AdamWScheduleFree"])
+def test_an_optimizer_that_cannot_be_split_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UsageError, match=rf"{name}.*(split over stages, as|no name known here).*AdamW"):
+        Optimizer(name, lr=0.1)
+
+
+def test_options_that_are_not_data_are_refused() -> None:
+    with pytest.raises(UsageError, match="lr="):
+        Optimizer("SGD", lr=torch.tensor(0.1))
+    with pytest.raises(UsageError, match=r"option params=.* choose by name"):
+        Optimizer("SGD", params=nn.Linear(1, 1).parameters())
+    with pytest.raises(UsageError, match=r"optimizer SGD: .*no_such_option"):
+        Optimizer("SGD", lr=0.1, no_such_option=1).build({"w": nn.Parameter(torch.zeros(1))})
+
+
+def test_groups_go_by_the_first_pattern_that_matches() -> None:
+    optimizer = Optimizer("AdamW", lr=0.1, groups={"*.bias": {"weight_decay": 0.0}, "head.*": {"lr": 0.5}})
+    names = ["body.weight", "body.bias", "head.weight", "head.bias"]
+    built = optimizer.build({n: nn.Parameter(torch.zeros(1)) for n in names})
+    assert [optimizer.group_of(n) for n in names] == [2, 0, 1, 0]
+    assert [len(g["params"]) for g in built.param_groups] == [2, 1, 1]
+    assert built.param_groups[1]["lr"] == 0.5
+    assert Optimizer.from_json(optimizer.to_json()).to_json() == optimizer.to_json()
+
+
+def test_muon_takes_matrices_and_says_what_to_do_with_others() -> None:
+    named = {"body.weight": nn.Parameter(torch.ones(3, 2)), "body.bias": nn.Parameter(torch.ones(3))}
+    with pytest.raises(UsageError, match='"class": "AdamW"'):
+        Optimizer("Muon", lr=0.1).build(named)
+    with pytest.raises(UsageError, match="LBFGS"):
+        Optimizer("Muon", groups={"*.bias": {"class": "LBFGS"}})
+
+
+def test_adafactor_over_several_types_wants_its_eps() -> None:
+    """Without, the type of the first parameter decides for the others of its group, whichever stage holds them."""
+    types = {"a.weight": torch.bfloat16, "b.weight": torch.float32}
+    with pytest.raises(UsageError, match=r"one holds bfloat16 and float32; say .*eps="):
+        Optimizer("Adafactor").check(types)
+    with pytest.raises(UsageError, match=r"eps="):
+        Optimizer("AdamW", lr=0.1, groups={"*": {"class": "Adafactor", "lr": 0.1}}).check(types)
+    Optimizer("Adafactor", eps=(1e-7, 1e-3)).check(types)
+    Optimizer("Adafactor", groups={"a.*": {"lr": 0.1}}).check(types)
+    Optimizer("AdamW", lr=0.1).check(types)
+    Optimizer("Adafactor").check(dict.fromkeys(types, torch.float32))
+
+
+def test_two_classes_update_as_two_optimizers_of_torch() -> None:
+    """Patterns may be several; each class has its own options, and a schedule drives both."""
+    optimizer = Optimizer("Muon", lr=0.1, momentum=0.8, groups={"*.bias|norm.*": {"class": "AdamW", "lr": 0.01}})
+    optimizer = Optimizer.from_json(optimizer.to_json())
+
+    def made() -> dict[str, nn.Parameter]:
+        torch.manual_seed(0)
+        sizes = {"norm.weight": (3,), "body.weight": (3, 2), "body.bias": (3,)}
+        return {name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()}
+
+    ours, theirs = made(), made()
+    built = optimizer.build(ours)
+    muon = torch.optim.Muon([theirs["body.weight"]], lr=0.1, momentum=0.8)
+    adamw = torch.optim.AdamW([theirs["norm.weight"], theirs["body.bias"]], lr=0.01)
+    schedule = Schedule("ExponentialLR", gamma=0.5).build(built)
+    for _ in range(3):
+        for name in ours:
+            ours[name].grad = theirs[name].grad = torch.randn_like(ours[name])
+        built.step()
+        muon.step()
+        adamw.step()
+        schedule.step()
+        for group in (*muon.param_groups, *adamw.param_groups):
+            group["lr"] *= 0.5
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    assert [set(built.state[ours[n]]) for n in ("body.weight", "body.bias")] == [
+        {"momentum_buffer"},
+        {"step", "exp_avg", "exp_avg_sq"},
+    ]
+
+
+@pytest.mark.parametrize("data", [{}, {"name": "SGD"}, {"name": "SGD", "options": 3, "groups": []}, {"name": 1}])
+def test_what_is_no_optimizer_on_the_wire_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        Optimizer.from_json(data)
+
+
+@pytest.mark.parametrize("groups", [["*.bias"], "*.bias", {"*.bias": 1e-3}])
+def test_groups_that_are_no_options_by_pattern_are_refused(groups: Any) -> None:
+    with pytest.raises(UsageError, match="options by a pattern of names"):
+        Optimizer("AdamW", groups=groups)

@@ -1,0 +1,141 @@
+"""Schedules by name: torch's and those of transformers, bit for bit, forwards and back."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from meshcee.errors import UsageError
+from meshcee.optim import Optimizer, Schedule
+from meshcee.sampling.hyper import HyperSchedule
+
+
+def test_schedules_drive_what_they_drive_in_torch() -> None:
+    with pytest.raises(UsageError, match="ReduceLROnPlateau"):
+        Schedule("ReduceLROnPlateau")
+    optimizer = Optimizer("SGD", lr=0.1, momentum=0.9, groups={"*.bias": {"lr": 0.01}})
+    schedule = Schedule("OneCycleLR", max_lr=[0.01, 0.1], total_steps=6)
+    ours = HyperSchedule(optimizer, schedule)
+    theirs = optimizer.build({"a.bias": nn.Parameter(torch.zeros(1)), "a.weight": nn.Parameter(torch.zeros(1))})
+    scheduler = schedule.build(theirs)
+    for step in range(6):
+        assert [g["lr"] for g in ours.at(step)] == [g["lr"] for g in theirs.param_groups]
+        assert [g["momentum"] for g in ours.at(step)] == [g["momentum"] for g in theirs.param_groups]
+        theirs.step()
+        scheduler.step()
+    with pytest.raises(UsageError, match=r"the schedule, after step 7 failed.*: Tried to step 7"):
+        ours.at(8)
+
+
+SCHEDULES = {
+    "StepLR": {"step_size": 3},
+    "MultiStepLR": {"milestones": [2, 50, 51]},
+    "ConstantLR": {"factor": 0.5, "total_iters": 40},
+    "LinearLR": {"start_factor": 0.1, "total_iters": 30},
+    "ExponentialLR": {"gamma": 0.97},
+    "PolynomialLR": {"total_iters": 90, "power": 2.0},
+    "CosineAnnealingLR": {"T_max": 37},
+    "CosineAnnealingWarmRestarts": {"T_0": 5, "T_mult": 2},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.2, "step_size_up": 7},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 200},
+    "LambdaLR": {"lr_lambda": lambda step: 1 / (1 + step)},
+    "MultiplicativeLR": {"lr_lambda": lambda step: 0.99},
+    "SequentialLR": {
+        "schedulers": [
+            Schedule("LinearLR", start_factor=0.1, total_iters=9),
+            Schedule("StepLR", step_size=4),
+            Schedule("CosineWithWarmup", warmup=3, steps=40),
+        ],
+        "milestones": [9, 50],
+    },
+    "ChainedScheduler": {"schedulers": [Schedule("ExponentialLR", gamma=0.97), Schedule("ConstantLR", total_iters=9)]},
+    "ConstantWithWarmup": {"warmup": 7},
+    "LinearWithWarmup": {"warmup": 7, "steps": 90},
+    "CosineWithWarmup": {"warmup": 7, "steps": 90},
+}
+
+
+@given(st.sampled_from(sorted(SCHEDULES)), st.lists(st.integers(0, 120), min_size=1, max_size=8))
+def test_a_schedule_that_goes_back_and_on_gives_the_same_bits(name: str, steps: list[int]) -> None:
+    optimizer, schedule = (
+        Optimizer("SGD", lr=0.1, momentum=0.9, groups={"*.bias": {"lr": 0.01}}),
+        Schedule(name, **SCHEDULES[name]),
+    )
+    with mock.patch("meshcee.sampling.hyper.KEPT_EVERY", 8), mock.patch("meshcee.sampling.hyper.MOST_KEPT", 3):
+        straight, jumping = HyperSchedule(optimizer, schedule), HyperSchedule(optimizer, schedule)
+        expected = [straight.at(step) for step in range(121)]
+        assert [jumping.at(step) for step in steps] == [expected[step] for step in steps]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of SequentialLR at a milestone
+def test_a_chain_of_schedules_is_torchs() -> None:
+    """Against torch's classes put together by hand."""
+    parts = [Schedule("LinearLR", start_factor=0.1, total_iters=5), Schedule("ExponentialLR", gamma=0.9)]
+    ours = HyperSchedule(Optimizer("SGD", lr=0.1), Schedule("SequentialLR", schedulers=parts, milestones=[5]))
+    theirs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    lr = torch.optim.lr_scheduler
+    chain = lr.SequentialLR(
+        theirs, [lr.LinearLR(theirs, 0.1, total_iters=5), lr.ExponentialLR(theirs, 0.9)], milestones=[5]
+    )
+    for step in range(12):
+        assert ours.at(step)[0]["lr"] == theirs.param_groups[0]["lr"]
+        theirs.step()
+        chain.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "of_theirs", "options"),
+    [
+        ("ConstantWithWarmup", "constant_with_warmup", {"warmup": 5}),
+        ("LinearWithWarmup", "linear", {"warmup": 5, "steps": 17}),
+        ("CosineWithWarmup", "cosine", {"warmup": 5, "steps": 17}),
+        ("CosineWithWarmup", "cosine", {"warmup": 0, "steps": 20}),
+    ],
+)
+def test_a_warm_up_is_that_of_transformers(name: str, of_theirs: str, options: dict[str, int]) -> None:
+    transformers = pytest.importorskip("transformers")
+    ours = HyperSchedule(Optimizer("SGD", lr=0.3), Schedule(name, **options))
+    theirs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler = transformers.get_scheduler(of_theirs, theirs, options["warmup"], options.get("steps", 20))
+    for step in range(20):
+        assert ours.at(step)[0]["lr"] == theirs.param_groups[0]["lr"]
+        theirs.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("SequentialLR", {"schedulers": [torch.optim.lr_scheduler.LinearLR], "milestones": []}, "a list of meshcee"),
+        (
+            "SequentialLR",
+            {"schedulers": [Schedule("ChainedScheduler", schedulers=[])], "milestones": []},
+            "no other chain",
+        ),
+        ("CosineWithWarmup", {"warmup": 5}, "steps and warmup"),
+        ("CosineAnnealing", {}, "not a step-driven class"),
+        ("cosine", {"T_max": 9}, "'cosine' is not a step-driven .*CosineWithWarmup"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Schedule(name, **options)
+
+
+def test_two_processes_describe_a_schedule_alike() -> None:
+    """A function has another address in each; a resumed run must not differ by that."""
+
+    def made() -> Schedule:
+        inner = Schedule("LambdaLR", lr_lambda=[lambda step: 0.5, functools.partial(pow, 2)])
+        return Schedule("SequentialLR", schedulers=[inner], milestones=[])
+
+    assert made().words == made().words
+    assert "0x" not in made().words
+    assert Schedule("StepLR", step_size=3).words == "[('step_size', 3)]"  # as runs have it on the disk
