@@ -70,8 +70,7 @@ def check(
     if steps < 1 or not stages or min(stages) < 1:
         raise UsageError("check at least one step, on at least one stage")
     job = replace(job, micro_batch_size=job.micro_batch_size or job.batch_size)
-    if (index := unrepeatable(job)) is not None:
-        why = f"sample {index} is another one when it is read again; draw from random, numpy.random or torch, and read no clock"
+    if (why := unrepeatable(job)) is not None:
         return Checked((), [], why, "data")
     captured = captured or capture(job)
     say(f"captured {job.name}: {len(captured.costs)} blocks in {captured.took_s:.1f} s")

@@ -40,20 +40,17 @@ def repeats(job: Job, *, keeps: bool) -> bool:
             "data.set_epoch is never called, as data[i] is read ahead and in any order: let Job(sampler=FUNCTION) give other "
             "indices in each data epoch and data[i] take its epoch from i, or give an IterableDataset, which is told its epoch"
         )
-    index = unrepeatable(job)
-    if index is None:
+    why = unrepeatable(job)
+    if why is None:
         return True
-    step_bytes = job.batch_size * sum(tensor.nbytes for tensor in _sample(job, index).values())
+    step_bytes = job.batch_size * sum(tensor.nbytes for tensor in _sample(job, 0).values())
     cost = f"all that is fed is kept on the disk, {step_bytes:,} bytes a step and at most {MOST_BYTES:,}"
-    log.warning(
-        f"data[{index}] is another sample when it is read again: it must draw from `random`, `numpy.random` or torch's own "
-        f"generator only; {cost if keeps else 'this run has no folder to keep it, so a lost peer ends the run'}"
-    )
+    log.warning(f"{why}; {cost if keeps else 'this run has no folder to keep it, so a lost peer ends the run'}")
     return False
 
 
-def unrepeatable(job: Job) -> int | None:
-    """Of a few samples the index of one that is another one when it is read again, in another order; None if there is none.
+def unrepeatable(job: Job) -> str | None:
+    """Why data is another one when it is read again, and what to write: a few samples are, in another order. None if it is not.
 
     UsageError for a sampler whose order does not repeat.
     """
@@ -64,10 +61,11 @@ def unrepeatable(job: Job) -> int | None:
     if job.streams:
         from meshcee.sampling.stream import first_of, read_first
 
-        for i, samples in enumerate(zip(first_of(job), read_first(job.data, job.seed))):
+        again = read_first(job.data, job.seed)
+        for i, samples in enumerate(zip(first_of(job), again.samples)):
             if not _alike(*(inputs_of_one(job, sample) for sample, _ in samples)):
-                return i
-        return None
+                return _ANOTHER.format(i)
+        return _AHEAD if again.draws_ahead else None
     indices = sorted({k * len(job.data) // LOOKED_AT for k in range(LOOKED_AT)})
     first: dict[int, Raw] = {}
     began_s = time.monotonic()
@@ -75,7 +73,17 @@ def unrepeatable(job: Job) -> int | None:
         first[i] = _sample(job, i)
         if len(first) >= AT_LEAST and time.monotonic() - began_s > LOOK_S:
             break
-    return next((i for i in reversed(first) if not _alike(first[i], _sample(job, i))), None)
+    return next((_ANOTHER.format(i) for i in reversed(first) if not _alike(first[i], _sample(job, i))), None)
+
+
+_ANOTHER = (
+    "data[{}] is another sample when it is read again: it must draw from `random`, `numpy.random` or torch's own "
+    "generator only"
+)
+_AHEAD = (
+    "data draws for later samples in threads of its own, at times that no seed decides: let what draws come last, as in "
+    "stream.shuffle(buffer_size=1000).map(augment)"
+)
 
 
 def _sample(job: Job, index: int) -> Raw:

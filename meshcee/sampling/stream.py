@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import structlog
@@ -29,7 +29,7 @@ from meshcee.files import dumps, loads
 from meshcee.files.tensor_files import byte_view
 from meshcee.job import Job
 from meshcee.sampling.data import batched
-from meshcee.sampling.order import Same, generators_put_back, seed_generators
+from meshcee.sampling.order import Same, generators_put_back, is_drawn_from, seed_generators
 from meshcee.user_code import calling
 
 __all__ = ["OTHERS", "READ_AGAIN", "UNUSED", "Stream", "first_of", "read_first"]
@@ -279,9 +279,11 @@ def _state_of(data: Any) -> str:
 @functools.lru_cache(maxsize=MOST_SETS)
 def _restores(same: Same, seed: int) -> bool:
     """Whether a set that was put back to its own state goes on as it did; tried on its first samples."""
-    if not hasattr(same.it, "load_state_dict"):
+    if (
+        not hasattr(same.it, "load_state_dict") or _first_of(same, seed).draws_ahead
+    ):  # what was fed of such a set is kept
         return False
-    first = [_fingerprint(sample) for sample, _ in _first_of(same, seed)]
+    first = [_fingerprint(sample) for sample, _ in _first_of(same, seed).samples]
     half, why = len(first) // 2, "state_dict() is no plain data of JSON"
     data, samples = _begin(same.it, seed, 0)
     _marked(samples, seed, 0, half)
@@ -304,13 +306,28 @@ def _marked(samples: Iterator[Any], seed: int, begin: int, end: int) -> list[str
     return [_fingerprint(sample) for sample, _ in itertools.islice(_read(samples, seed, begin), end - begin)]
 
 
-def read_first(data: Any, seed: int) -> list[tuple[Any, float]]:
-    """The first samples of the stream as training reads them, and the seconds that each took."""
+class First(NamedTuple):
+    """The first samples of a stream as training reads them, each with the seconds that it took.
+
+    draws_ahead  the set has begun threads, and the first sample alone has drawn: so a thread draws for samples that come later, at
+                 times that no seed decides
+    """
+
+    samples: list[tuple[Any, float]]
+    draws_ahead: bool
+
+
+def read_first(data: Any, seed: int) -> First:
+    threads, begun = set(threading.enumerate()), False
+    found, drew = [], []
     with generators_put_back():
-        found = list(itertools.islice(_read(_begin(data, seed, 0)[1], seed), LOOKED_AT))
+        for position, sample in enumerate(itertools.islice(_read(_begin(data, seed, 0)[1], seed), LOOKED_AT)):
+            found.append(sample)
+            drew.append(is_drawn_from(seed, 0, position))
+            begun = begun or not threads.issuperset(threading.enumerate())
     if not found:
         raise UsageError("data gives no samples: make iter(data) begin anew each time")
-    return found
+    return First(found, begun and drew[0] and not all(drew))
 
 
 def _read(samples: Iterator[Any], seed: int, begin: int = 0) -> Iterator[tuple[Any, float]]:
@@ -327,11 +344,11 @@ def _read(samples: Iterator[Any], seed: int, begin: int = 0) -> Iterator[tuple[A
 
 def first_of(job: Job) -> list[tuple[Any, float]]:
     """The same, read once a job: looking at samples must not disturb who reads them."""
-    return _first_of(Same(job.data), job.seed)
+    return _first_of(Same(job.data), job.seed).samples
 
 
 @functools.lru_cache(maxsize=MOST_SETS)
-def _first_of(data: Same, seed: int) -> list[tuple[Any, float]]:
+def _first_of(data: Same, seed: int) -> First:
     return read_first(data.it, seed)
 
 

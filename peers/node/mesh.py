@@ -172,11 +172,10 @@ class Mesh:
 
         if self._home is None:
             raise UsageError("a standby keeps the run's journal on its disk: use `meshcee train --standby`")
-        if (index := await asyncio.to_thread(unrepeatable, job)) is not None:
+        if (why := await asyncio.to_thread(unrepeatable, job)) is not None:
             raise UsageError(
-                f"data[{index}] is another sample when it is read again, and what the run was fed lies on its owner's disk only: "
-                "a standby could not compute a step again. Let data draw from `random`, `numpy.random` or torch's own generator "
-                "only, or leave --standby out"
+                f"{why}. What the run was fed lies on its owner's disk only, so a standby could not compute a step again: write "
+                "this, or leave --standby out"
             )
         check = lambda info: check_same(job, captured, info.get("job", {}), int(info.get("micro_batch", 0)))  # noqa: E731
         return await stand_by(self.agent, self.agent.shelf, self._home, job.name, check, tell)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
-__all__ = ["Counted", "Plain", "Shuffled", "sample_of"]
+__all__ = ["Ahead", "Counted", "Plain", "Shuffled", "sample_of"]
 
 
 def sample_of(number: int) -> dict[str, Any]:
@@ -92,3 +93,17 @@ class Shuffled(Counted):
         while buffer := list(itertools.islice(samples, self.size)):
             random.shuffle(buffer)
             yield from buffer
+
+
+class Ahead(Plain):
+    """A thread of its own makes samples before they are wanted, and a buffer of them is shuffled: `map` before `shuffle`."""
+
+    size = 20
+
+    def __iter__(self) -> Iterator[Any]:
+        with ThreadPoolExecutor(1) as pool:
+            order = iter(range(self.count))
+            while numbers := list(itertools.islice(order, self.size)):
+                buffer = list(pool.map(self.make, numbers))
+                random.Random(self.epoch).shuffle(buffer)
+                yield from buffer

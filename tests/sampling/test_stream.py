@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.optim import Optimizer
-from meshcee.sampling import probes, repeats, source_of
+from meshcee.sampling import probes, repeats, source_of, unrepeatable
 from meshcee.sampling.order import generators_put_back, seed_generators
 from meshcee.sampling.stream import LOOKED_AT, MOST_STATES, OTHERS, READ_AGAIN, RECENT, UNUSED
-from tests.rig.streams import Counted, Plain, Shuffled, sample_of
+from tests.rig.streams import Ahead, Counted, Plain, Shuffled, sample_of
 from tests.rig.strides import ODD
 
 BATCH, STEPS = 8, 40
@@ -229,6 +229,23 @@ def test_a_stream_that_is_never_the_same_is_found_before_the_start() -> None:
         assert logged == []
         assert not repeats(job_of(Unseeded()), keeps=True)
     assert len(logged) == 1
+
+
+def test_threads_that_draw_for_later_samples_are_found_before_the_start() -> None:
+    """What a buffer has when it is full repeats, so its first samples are no sign."""
+    assert "threads of its own" in (unrepeatable(job_of(Ahead(200))) or "")
+    assert unrepeatable(job_of(Ahead(200, make=lambda number: {"x": [1.0] * 8, "label": 0}))) is None
+
+
+def test_threads_that_only_read_are_no_sign() -> None:
+    class Behind(Ahead):
+        """Draws in the caller's thread what its samples are augmented by."""
+
+        def __iter__(self) -> Iterator[Any]:
+            for sample in super().__iter__():
+                yield sample | {"x": [x + random.random() for x in sample["x"]]}
+
+    assert unrepeatable(job_of(Behind(200, make=lambda number: {"x": [float(number)] * 8, "label": 0}))) is None
 
 
 @pytest.mark.parametrize(

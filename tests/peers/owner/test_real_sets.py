@@ -108,6 +108,19 @@ async def test_a_shuffle_buffer_of_datasets_is_read_again(hub: Any, tmp_path: Pa
     assert READ_AGAIN in await stopped_and_gone_on_with(tmp_path, lambda: job_of(data=shuffled(hub, tmp_path)))
 
 
+async def test_what_draws_before_a_shuffle_is_told_of_and_kept(hub: Any, tmp_path: Path) -> None:
+    """Its first samples repeat, as a buffer is full before they come; what is drawn meanwhile is a matter of threads."""
+
+    def job() -> Job:
+        table = hub.Dataset.from_list(rows(ROWS)).to_iterable_dataset(num_shards=4)
+        return job_of(data=table.map(augmented).shuffle(seed=5, buffer_size=50))
+
+    assert not repeats(job(), keeps=False)
+    assert repeats(job_of(data=shuffled(hub, tmp_path)), keeps=False)
+    result = await struck(job(), Home(tmp_path / "home"))
+    assert len(result.losses) == job().steps
+
+
 @pytest.mark.parametrize("make", [of_columns, transformed])
 async def test_a_table_of_datasets_trains_and_goes_on(hub: Any, tmp_path: Path, make: Any) -> None:
     """Columns of dicts by `collate`, padded to each micro-batch; and rows that are drawn when they are read."""
