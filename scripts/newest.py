@@ -83,7 +83,7 @@ def main() -> int:
     examples = sorted(path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb"))
     commands = {f"examples/{path.name}": command_of(path) for path in examples}
     tests = [str(ROOT / test) for test in TESTS]
-    commands["tests"] = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *tests]
+    commands["tests"] = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
     failed = 0
     for name, command in commands.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -38,7 +38,7 @@ class JobCosts:
     threads  that every CPU computes with; 0: each with its own number
     codec  of every boundary, or "auto" or "lossless": as planner/rules.py has it between regions
     feeds  of each raw input the bytes of a sample and the blocks that read it; data_s: that reading a sample takes the owner
-    moments  bytes of what the optimizer keeps, and of an average, for each byte of a weight in full: 2 with AdamW
+    moments  per block: bytes of what the optimizer keeps, and of an average, for each byte of weights in full; (): 2, as AdamW
     audited  members keep what their last steps began with
     groups  whether devices of one region may share a stage; direct_sums and clips as the job says
     workspace  of micro-batches of so many samples, what the operators of each block take for a moment; () when nobody looked
@@ -63,13 +63,15 @@ class JobCosts:
     threads: Cores = 0
     feeds: Annotated[tuple[tuple[_Sample, tuple[Count, ...]], ...], Meta(max_length=MAX_BLOCKS)] = ()
     data_s: NotNegative = 0.0
-    moments: Annotated[float, Meta(ge=0, le=16)] = 2.0
+    moments: Annotated[tuple[Annotated[float, Meta(ge=0, le=16)], ...], Meta(max_length=MAX_BLOCKS)] = ()
     audited: bool = False
     workspace: Annotated[tuple[tuple[Count, tuple[Count, ...]], ...], Meta(max_length=MAX_SIZES)] = ()
 
     def check(self) -> None:
         """Figures that belong together do; ProtocolError otherwise. Each by itself has been read."""
         count = len(self.blocks)
+        if len(self.moments) not in (0, count):
+            raise ProtocolError("what an optimizer keeps is told of each block")
         if len(self.alike) not in (0, count) or any(k > i for i, k in enumerate(self.alike)):
             raise ProtocolError("each block is like itself or an earlier one")
         if not all(first < last < count for first, last, _ in self.tied):

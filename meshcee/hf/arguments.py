@@ -121,6 +121,10 @@ def optimizer_of(args: Any, model: nn.Module) -> Optimizer:
     """
     trainer = transformers().Trainer
     in_8_bits = args.optim in _IN_8_BITS
+    if in_8_bits and args.optim_args:
+        raise UsageError(
+            f"optim_args={args.optim_args!r} is for another library's optimizer: leave it out beside 8 bits"
+        )
     try:
         usual = _with_optim(args, "adamw_torch") if in_8_bits else args
         kind, options = trainer.get_optimizer_cls_and_kwargs(usual, model)

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-__all__ = ["BLOCK", "SMALLEST", "AdamW8bit"]
+__all__ = ["BLOCK", "SMALLEST", "AdamW8bit", "first_state"]
 
 BLOCK = 256  # numbers that share a scale
 SMALLEST = 4096  # numbers; the moments of a smaller parameter are kept in full
 PIECE = 1 << 16  # numbers that are updated at a time: they stay in a CPU's cache, and nothing is in full for longer
 SCALES = "_scales"  # behind the name of a moment
+LARGEST = torch.finfo(torch.float32).max
 # Multiples of the golden ratio's fraction, and of its square's, are spread as evenly as can be.
 PLACE, STEP, RANGE = 0x9E3779, 0x61C887, 1 << 24
 
@@ -36,9 +37,9 @@ class AdamW8bit(torch.optim.Optimizer):
 
     >>> meshcee.Optimizer("AdamW8bit", lr=3e-4)
 
-    lr, betas, eps and weight_decay are AdamW's. The state of a parameter of n numbers is `step`, the codes `exp_avg` (int8) and
-    `exp_avg_sq` (uint8) in the parameter's shape, and of each the scales (float32, of ceil(n / 256)). Below 4,096 numbers both
-    moments are float32.
+    lr, betas, eps and weight_decay are AdamW's, for each group as well. The state of a parameter of n numbers is `step`, the
+    codes `exp_avg` (int8) and `exp_avg_sq` (uint8) in the parameter's shape, and of each the scales (float32, of ceil(n / 256)).
+    Below 4,096 numbers both moments are float32.
     """
 
     def __init__(
@@ -49,12 +50,18 @@ class AdamW8bit(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        for name, value in {"lr": lr, "eps": eps, "weight_decay": weight_decay}.items():
-            if not value >= 0:
-                raise ValueError(f"{name} is {value}: it may not be below 0")
-        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"betas are {betas}: give two numbers from 0 to below 1")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if unknown := sorted(set(param_group) - {"params", "param_names", *self.defaults}):
+            raise TypeError(f"there is no option {unknown[0]}")
+        options = {**self.defaults, **param_group}
+        for name in ("lr", "eps", "weight_decay"):
+            if not options[name] >= 0:
+                raise ValueError(f"{name} is {options[name]}: it may not be below 0")
+        if len(options["betas"]) != 2 or not all(0 <= beta < 1 for beta in options["betas"]):
+            raise ValueError(f"betas are {options['betas']}: give two numbers from 0 to below 1")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -67,14 +74,25 @@ class AdamW8bit(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would turn codes into numbers of the parameter's type."""
         super().load_state_dict(state_dict)
+        self.put_back(state_dict, self.param_groups)
+
+    def put_back(self, state_dict: dict[str, Any], groups: Iterable[dict[str, Any]]) -> None:
+        """What torch's own `load_state_dict` has cast to the types of parameters, as it was; `groups` are those of the state."""
         saved = [k for group in state_dict["param_groups"] for k in group["params"]]
-        own = [parameter for group in self.param_groups for parameter in group["params"]]
-        for k, parameter in zip(saved, own, strict=True):
-            for name, value in state_dict["state"].get(k, {}).items():
+        every = [parameter for group in groups for parameter in group["params"]]
+        own = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        for k, parameter in zip(saved, every, strict=True):
+            for name, value in state_dict["state"].get(k, {}).items() if id(parameter) in own else ():
                 device = "cpu" if name == "step" else parameter.device
                 self.state[parameter][name] = value.detach().to(device, copy=True)
+
+
+def first_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Before its first step. It costs no more than the tensors that are made: on the meta device nothing."""
+    parameter = _real(parameter)
+    step = torch.tensor(0.0, dtype=torch.float32)
+    return {"step": step} | _zeros("exp_avg", parameter) | _zeros("exp_avg_sq", parameter)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:
@@ -86,7 +104,7 @@ def _update(
     parameter: torch.Tensor, gradient: torch.Tensor, state: dict[str, torch.Tensor], options: dict[str, Any]
 ) -> None:
     if not state:
-        state |= {"step": torch.tensor(0.0)} | _zeros("exp_avg", parameter) | _zeros("exp_avg_sq", parameter)
+        state |= first_state(parameter)
     state["step"] += 1
     count = int(state["step"].item())
     beta1, beta2 = options["betas"]
@@ -101,7 +119,9 @@ def _update(
             grad = grads[place].float()
             m, v = _read(mean[place], of_m), _read(square[place], of_v)
             m.lerp_(grad, 1 - beta1)
-            v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2).clamp_(
+                max=LARGEST
+            )  # an infinite one would be all its block
             numbers[place].mul_(1 - options["lr"] * options["weight_decay"])
             denominator = v.sqrt().div_(correction2).add_(options["eps"])
             numbers[place].add_((m / denominator).mul_(-options["lr"] / correction1))
@@ -115,7 +135,7 @@ def _zeros(name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     if parameter.numel() < SMALLEST:
         return {name: torch.zeros_like(parameter, dtype=torch.float32)}
     kind = torch.int8 if name == "exp_avg" else torch.uint8
-    scales = torch.zeros(math.ceil(parameter.numel() / BLOCK), device=parameter.device)
+    scales = torch.zeros(math.ceil(parameter.numel() / BLOCK), dtype=torch.float32, device=parameter.device)
     return {name: torch.zeros_like(parameter, dtype=kind), name + SCALES: scales}
 
 
@@ -138,7 +158,7 @@ def _read(codes: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
 
 
 def _write(codes: torch.Tensor, scales: torch.Tensor, moment: torch.Tensor, threshold: torch.Tensor) -> None:
-    """A mean of squares that is not 0 stays so: beside a mean that is not 0 either, it would make a step without measure."""
+    """A mean of squares that is not 0 stays so: as 0 beside a mean that is not 0 it could make a step of any size."""
     most = torch.iinfo(codes.dtype).max
     blocks = _in_blocks(moment)
     scales.copy_(blocks.abs().amax(1))

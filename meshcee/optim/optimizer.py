@@ -25,9 +25,10 @@ PER_PARAMETER = frozenset(
 OURS = ("AdamW8bit",)  # of these a class of this room, of the others torch's
 # Why others are refused, where people ask.
 REFUSED = {
-    "LBFGS": "its update reads all parameters at once",
+    "LBFGS": "its update reads all parameters at once, which lie on many machines",
     "SparseAdam": "it takes sparse gradients alone",
     "AdamWScheduleFree": "it computes with other weights than it evaluates: Job(ema=0.999) has an average to evaluate",
+    "RAdamScheduleFree": "it computes with other weights than it evaluates: Job(ema=0.999) has an average to evaluate",
     "SGDScheduleFree": "it computes with other weights than it evaluates: Job(ema=0.999) has an average to evaluate",
 }
 
@@ -48,7 +49,7 @@ class Optimizer:
             raise UsageError('groups are options by a pattern of names: groups={"*.bias": {"weight_decay": 0.0}}')
         for kind in (name, *(extra["class"] for extra in (groups or {}).values() if "class" in extra)):
             if kind not in PER_PARAMETER:
-                why = f"cannot be split over stages, as {REFUSED[kind]}" if kind in REFUSED else "is no name known here"
+                why = f"is refused, as {REFUSED[kind]}" if kind in REFUSED else "is no name known here"
                 use = ", ".join(sorted(PER_PARAMETER))
                 raise UsageError(f"optimizer {kind!r:.80} {why}: write one of {use}")
         for key, value in [*options.items(), *(kv for g in (groups or {}).values() for kv in g.items())]:
@@ -75,10 +76,14 @@ class Optimizer:
                 return i
         return len(self.groups)
 
-    def is_ours(self, parameter: str) -> bool:
-        """Whether a class of this room updates it, which needs no numbers to say what it keeps."""
+    def first_state(self, parameter: str, like: torch.Tensor) -> dict[str, torch.Tensor] | None:
+        """What a class of this room keeps of a parameter of that size, without a step; None where a class of torch's updates it."""
         extra = [*self.groups.values(), {}][self.group_of(parameter)]
-        return extra.get("class", self.name) in OURS
+        if extra.get("class", self.name) not in OURS:
+            return None
+        from meshcee.optim.adamw8bit import first_state
+
+        return first_state(like)
 
     def check(self, types: Mapping[str, torch.dtype]) -> None:
         """Raise UsageError where a step reads more than one parameter at a time, for parameters of these types.
@@ -164,6 +169,9 @@ class _Several(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
         self._link()
+        for one in self.classes:
+            if type(one).__name__ in OURS:
+                one.put_back(state_dict, self.param_groups)  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"classes": self.classes}

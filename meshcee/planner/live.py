@@ -116,10 +116,11 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
         element_bytes=job.element_bytes,
         moments=job.moments,
     )
+    moments = job.moments or (2.0,) * len(job.blocks)
     if (tiers or job.audited) and all(device.kind == "cpu" for device in mesh.devices.values()):
-        factor = copies_factor(tiers, audited=job.audited, moments=job.moments)
+        factors = [copies_factor(tiers, audited=job.audited, moments=each) for each in moments]
         frozen = [c.parameter_bytes - c.trainable_bytes for c in job.blocks]  # of which nobody makes copies
-        more = [round(factor * (size - own)) for size, own in zip(work.state_bytes, frozen)]
+        more = [round(factor * (size - own)) for factor, size, own in zip(factors, work.state_bytes, frozen)]
         work = replace(work, state_bytes=tuple(map(sum, zip(work.state_bytes, more))))
     return cluster, replace(
         work,
@@ -321,7 +322,7 @@ def workload_of(
     *,
     times: Mapping[str, KindTimes] | None = None,
     element_bytes: int = 4,
-    moments: float = 2.0,
+    moments: Sequence[float] = (),
 ) -> Workload:
     """A job on a live mesh: seconds from measured speeds, or `times` where blocks themselves were timed.
 
@@ -348,9 +349,9 @@ def workload_of(
         # 8 bytes a trainable parameter, whatever it computes in, and what is kept of it. What a bf16 job keeps in fp32 has no
         # master of its own, so 8 bytes are twice its weight, and not four times.
         state_bytes=tuple(
-            round((2 + moments) * (c.trainable_bytes + (4 // element_bytes - 1) * (c.trainable_bytes - c.full_bytes)))
+            round((2 + each) * (c.trainable_bytes + (4 // element_bytes - 1) * (c.trainable_bytes - c.full_bytes)))
             + (c.parameter_bytes - c.trainable_bytes)
-            for c in costs
+            for c, each in zip(costs, moments or (2.0,) * len(costs), strict=True)
         ),
         gradient_bytes=tuple(c.trainable_bytes for c in costs),
         activation_bytes=tuple(c.activation_bytes for c in costs),

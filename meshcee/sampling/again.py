@@ -61,11 +61,13 @@ def unrepeatable(job: Job) -> str | None:
     if job.streams:
         from meshcee.sampling.stream import first_of, read_first
 
-        again = read_first(job.data, job.seed)
-        for i, samples in enumerate(zip(first_of(job), again.samples)):
+        looks = first_of(job), read_first(job.data, job.seed)
+        if any(look.in_threads for look in looks):
+            return _IN_THREADS
+        for i, samples in enumerate(zip(*(look.samples for look in looks))):
             if not _alike(*(inputs_of_one(job, sample) for sample, _ in samples)):
                 return _ANOTHER.format(i)
-        return _AHEAD if again.draws_ahead else None
+        return None
     indices = sorted({k * len(job.data) // LOOKED_AT for k in range(LOOKED_AT)})
     first: dict[int, Raw] = {}
     began_s = time.monotonic()
@@ -80,8 +82,8 @@ _ANOTHER = (
     "data[{}] is another sample when it is read again: it must draw from `random`, `numpy.random` or torch's own "
     "generator only"
 )
-_AHEAD = (
-    "data draws for later samples in threads of its own, at times that no seed decides: let what draws come last, as in "
+_IN_THREADS = (
+    "data draws in threads of its own, at times that no seed decides: let what draws come last, as in "
     "stream.shuffle(buffer_size=1000).map(augment)"
 )
 
@@ -90,7 +92,7 @@ def _sample(job: Job, index: int) -> Raw:
     if job.streams:
         from meshcee.sampling.stream import first_of
 
-        return inputs_of_one(job, first_of(job)[index][0])
+        return inputs_of_one(job, first_of(job).samples[index][0])
     try:
         return inputs_of_one(job, read(job.data, [index], job.seed)[0])
     except MeshceeError:

@@ -34,7 +34,6 @@ __all__ = [
     "collated",
     "draw",
     "generators_put_back",
-    "is_drawn_from",
     "read",
     "seed_generators",
 ]
@@ -151,27 +150,14 @@ def seed_generators(seed: int, step: int, index: int, of: str = "sample") -> Non
     torch.default_generator.manual_seed(int.from_bytes(digest[16:24], "big") >> 1)
 
 
-def is_drawn_from(seed: int, step: int, index: int) -> bool:
-    """Whether a generator has moved since it was so seeded; seeds them anew. For who holds `generators_put_back`."""
-    python, numpy, pytorch = _states()
-    seed_generators(seed, step, index)
-    now_python, now_numpy, now_pytorch = _states()
-    alike = python == now_python and torch.equal(pytorch, now_pytorch)
-    return not alike or any(not np.array_equal(a, b) for a, b in zip(numpy, now_numpy))
-
-
 @contextmanager
 def generators_put_back() -> Iterator[None]:
     """Holds `GENERATORS`; afterwards the process's generators are as they were."""
     with GENERATORS:
-        of_python, of_numpy, of_torch = _states()
+        states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
         try:
             yield
         finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
-            torch.default_generator.set_state(of_torch)
-
-
-def _states() -> tuple[Any, Any, torch.Tensor]:
-    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+            torch.default_generator.set_state(states[2])

@@ -89,7 +89,7 @@ def probes(job: Job, count: int) -> list[tuple[Any, float]]:
     if job.streams:
         from meshcee.sampling.stream import first_of
 
-        first = first_of(job)
+        first = first_of(job).samples
         return [first[i % len(first)] for i in range(count)]
     found = []
     for i in range(count):

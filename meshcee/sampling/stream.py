@@ -29,7 +29,8 @@ from meshcee.files import dumps, loads
 from meshcee.files.tensor_files import byte_view
 from meshcee.job import Job
 from meshcee.sampling.data import batched
-from meshcee.sampling.order import Same, generators_put_back, is_drawn_from, seed_generators
+from meshcee.sampling.order import Same, generators_put_back, seed_generators
+from meshcee.sampling.threads import watched
 from meshcee.user_code import calling
 
 __all__ = ["OTHERS", "READ_AGAIN", "UNUSED", "Stream", "first_of", "read_first"]
@@ -279,11 +280,12 @@ def _state_of(data: Any) -> str:
 @functools.lru_cache(maxsize=MOST_SETS)
 def _restores(same: Same, seed: int) -> bool:
     """Whether a set that was put back to its own state goes on as it did; tried on its first samples."""
-    if (
-        not hasattr(same.it, "load_state_dict") or _first_of(same, seed).draws_ahead
-    ):  # what was fed of such a set is kept
+    if not hasattr(same.it, "load_state_dict"):
         return False
-    first = [_fingerprint(sample) for sample, _ in _first_of(same, seed).samples]
+    looked_at = _first_of(same, seed)
+    if looked_at.in_threads:
+        return False  # what was fed is kept
+    first = [_fingerprint(sample) for sample, _ in looked_at.samples]
     half, why = len(first) // 2, "state_dict() is no plain data of JSON"
     data, samples = _begin(same.it, seed, 0)
     _marked(samples, seed, 0, half)
@@ -307,27 +309,18 @@ def _marked(samples: Iterator[Any], seed: int, begin: int, end: int) -> list[str
 
 
 class First(NamedTuple):
-    """The first samples of a stream as training reads them, each with the seconds that it took.
-
-    draws_ahead  the set has begun threads, and the first sample alone has drawn: so a thread draws for samples that come later, at
-                 times that no seed decides
-    """
+    """The first samples of a stream as training reads them, each with the seconds that it took."""
 
     samples: list[tuple[Any, float]]
-    draws_ahead: bool
+    in_threads: bool  # whether a thread that the set has begun drew from the generators
 
 
 def read_first(data: Any, seed: int) -> First:
-    threads, begun = set(threading.enumerate()), False
-    found, drew = [], []
-    with generators_put_back():
-        for position, sample in enumerate(itertools.islice(_read(_begin(data, seed, 0)[1], seed), LOOKED_AT)):
-            found.append(sample)
-            drew.append(is_drawn_from(seed, 0, position))
-            begun = begun or not threads.issuperset(threading.enumerate())
+    with generators_put_back(), watched() as drawers:
+        found = list(itertools.islice(_read(_begin(data, seed, 0)[1], seed), LOOKED_AT))
     if not found:
         raise UsageError("data gives no samples: make iter(data) begin anew each time")
-    return First(found, begun and drew[0] and not all(drew))
+    return First(found, drawers.found)
 
 
 def _read(samples: Iterator[Any], seed: int, begin: int = 0) -> Iterator[tuple[Any, float]]:
@@ -342,9 +335,9 @@ def _read(samples: Iterator[Any], seed: int, begin: int = 0) -> Iterator[tuple[A
         yield sample, time.perf_counter() - began_s
 
 
-def first_of(job: Job) -> list[tuple[Any, float]]:
+def first_of(job: Job) -> First:
     """The same, read once a job: looking at samples must not disturb who reads them."""
-    return _first_of(Same(job.data), job.seed).samples
+    return _first_of(Same(job.data), job.seed)
 
 
 @functools.lru_cache(maxsize=MOST_SETS)

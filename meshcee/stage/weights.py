@@ -146,46 +146,47 @@ class Weights:
         """
         for name, parameter in self.masters.items():
             if state.get(name):
-                found = {k: _kept(v, parameter) if isinstance(v, torch.Tensor) else v for k, v in state[name].items()}
+                found = {
+                    k: _kept(k, v, parameter) if isinstance(v, torch.Tensor) else v for k, v in state[name].items()
+                }
                 if AVERAGE in found:
                     self.averages[name] = found.pop(AVERAGE)
                 if found:
                     self.optimizer.state[parameter] = found
 
 
-def _kept(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A copy of what an optimizer keeps of a parameter."""
+def _kept(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A copy of what an optimizer keeps of a parameter. A count is a number too, and so may be the parameter and its moments."""
     if tensor.shape != parameter.shape or not tensor.dim():
-        return tensor.to(parameter.device if tensor.dim() else "cpu", copy=True)
+        counts = not tensor.dim() and (parameter.dim() > 0 or key in ("step", "mu_product"))
+        return tensor.to("cpu" if counts else parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
 
 
 def optimizer_layout(optimizer: Optimizer, masters: Layout) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """All that the optimizer may keep for these parameters, found by stepping it once on tiny ones.
 
-    A class of ours is stepped on true sizes without numbers: what it keeps follows from the size.
+    A class of ours says so itself.
     """
-    ours = {name for name in masters if optimizer.is_ours(name)}
-    tried = {
-        n: torch.nn.Parameter(
-            torch.zeros(shape, dtype=dtype, device="meta") if n in ours else torch.zeros([2] * len(shape), dtype=dtype)
-        )
-        for n, (dtype, shape) in masters.items()
-    }
-    built = optimizer.build(tried)
-    for parameter in tried.values():
+    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    if optimizer.ema is not None:
+        found |= {f"{name}/{AVERAGE}": known for name, known in masters.items()}
+    tiny: dict[str, torch.nn.Parameter] = {}
+    for name, (dtype, shape) in masters.items():
+        state = optimizer.first_state(name, torch.empty(shape, dtype=dtype, device="meta"))
+        if state is None:
+            tiny[name] = torch.nn.Parameter(torch.zeros([2] * len(shape), dtype=dtype))
+        else:
+            found |= {f"{name}/{key}": (value.dtype, tuple(value.shape)) for key, value in state.items()}
+    built = optimizer.build(tiny)
+    for parameter in tiny.values():
         parameter.grad = torch.zeros_like(parameter)
     built.step()
-    averaged = masters if optimizer.ema is not None else {}
-    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
-        f"{name}/{AVERAGE}": known for name, known in averaged.items()
-    }
-    for name, parameter in tried.items():
+    for name, parameter in tiny.items():
         for key, value in built.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 whole = masters[name][1] if value.dim() == parameter.dim() else ()  # of a factor a dimension is 1
-                shape = tuple(n if own > 1 else 1 for n, own in zip(whole, value.shape))
-                found[f"{name}/{key}"] = (value.dtype, tuple(value.shape) if name in ours else shape)
+                found[f"{name}/{key}"] = (value.dtype, tuple(n if own > 1 else 1 for n, own in zip(whole, value.shape)))
     return found
 
 

@@ -78,11 +78,15 @@ def costs_of(job: Job, captured: Capture, plans: bool = True) -> JobCosts:
     )
 
 
-def _moments(job: Job, captured: Capture) -> float:
+def _moments(job: Job, captured: Capture) -> tuple[float, ...]:
     """Counts of steps apart."""
-    masters = {x.name: captured.layout[x.name] for x in captured.train.inputs if x.trainable}
-    layout = optimizer_layout(job.optimizer.averaging(job.ema), masters)
-    return _bytes(layout.values()) / max(1, _bytes(masters.values()))
+    program = captured.train
+    masters = {x.name: captured.layout[x.name] for x in program.inputs if x.trainable}
+    kept = dict.fromkeys(masters, 0)
+    for key, layout in optimizer_layout(job.optimizer.averaging(job.ema), masters).items():
+        kept[key.rpartition("/")[0]] += _bytes([layout])
+    blocks = [program.slice(k, k + 1).trainable for k in range(program.num_blocks)]
+    return tuple(sum(kept[n] for n in names) / max(1, _bytes(masters[n] for n in names)) for names in blocks)
 
 
 def _bytes(layouts: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> int:

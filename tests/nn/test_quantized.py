@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -202,10 +203,12 @@ def test_an_unfolded_weight_is_not_kept_from_f_to_w(split: bool) -> None:
     assert max(cost.activation_bytes for cost in capture(job).costs) < width * width  # and so it is planned
 
 
-def test_a_frozen_weight_costs_its_codes_alone() -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_frozen_weight_costs_its_codes_alone(precision: str) -> None:
     """No moments, no gradient, no master, no copy; what the planner counts is what is held."""
-    job = deep()
+    job = replace(deep(), precision=precision)
     runner = runner_of(job)
+    assert set(runner.weights.masters) == {"first.weight", "first.bias"}
     assert set(runner.optimizer_state()) == {"first.weight", "first.bias"}
     store = CopyStore()
     store.take(1, runner)
@@ -213,10 +216,10 @@ def test_a_frozen_weight_costs_its_codes_alone() -> None:
         copies = [copy.data_ptr() for copy in store.values(name, digest_of(tensor))]
         assert len(copies) == name.startswith("first.")
         assert tensor.data_ptr() not in copies
-    costs, plain = capture(job).costs, capture(deep(quantize=False)).costs
+    costs, plain = capture(job).costs, capture(replace(deep(quantize=False), precision=precision)).costs
     planned, before = (sum(c.parameter_bytes for c in found) for found in (costs, plain))
-    layers = 4 * (256 * 256)
-    assert planned == before - 4 * layers + layers // 2 + layers // 64 * 4 + 256 * 2 * 4  # and the table of pairs
+    layers, each = 4 * (256 * 256), 4 if precision == "fp32" else 2
+    assert planned == before - each * layers + layers // 2 + layers // 64 * 4 + 256 * 2 * 4  # and the table of pairs
 
 
 class Written(nn.Module):

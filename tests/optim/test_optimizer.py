@@ -12,9 +12,9 @@ from meshcee.errors import UsageError
 from meshcee.optim import Optimizer, Schedule
 
 
-@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "NoSuchOptimizer", "AdamWScheduleFree"])
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "NoSuchOptimizer", "AdamWScheduleFree", "RAdamScheduleFree"])
 def test_an_optimizer_that_cannot_be_split_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UsageError, match=rf"{name}.*(split over stages, as|no name known here).*AdamW"):
+    with pytest.raises(UsageError, match=rf"{name}.*(refused, as|no name known here).*AdamW"):
         Optimizer(name, lr=0.1)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from meshcee.optim import Optimizer
 from meshcee.sampling import probes, repeats, source_of, unrepeatable
 from meshcee.sampling.order import generators_put_back, seed_generators
 from meshcee.sampling.stream import LOOKED_AT, MOST_STATES, OTHERS, READ_AGAIN, RECENT, UNUSED
+from meshcee.sampling.threads import watched
 from tests.rig.streams import Ahead, Counted, Plain, Shuffled, sample_of
 from tests.rig.strides import ODD
 
@@ -235,6 +237,55 @@ def test_threads_that_draw_for_later_samples_are_found_before_the_start() -> Non
     """What a buffer has when it is full repeats, so its first samples are no sign."""
     assert "threads of its own" in (unrepeatable(job_of(Ahead(200))) or "")
     assert unrepeatable(job_of(Ahead(200, make=lambda number: {"x": [1.0] * 8, "label": 0}))) is None
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: random.random(),
+        lambda: random.shuffle([1, 2, 3]),
+        lambda: random.uniform(0, 1),
+        lambda: torch.randperm(3),
+        lambda: torch.rand(2),
+        lambda: torch.empty(2).normal_(),
+        lambda: nn.functional.dropout(torch.ones(2)),
+    ],
+)
+def test_whatever_a_thread_draws_by_is_found(draw: Callable[[], Any]) -> None:
+    with watched() as drawers:
+        reader = threading.Thread(target=lambda: [random.Random(3).random(), torch.ones(2).sum()])
+        reader.start()
+        reader.join()
+        draw()  # not in a thread of the set
+        assert not drawers.found
+        drawer = threading.Thread(target=draw)
+        drawer.start()
+        drawer.join()
+        assert drawers.found
+
+
+def test_a_set_that_shuffles_its_order_and_reads_in_threads_repeats() -> None:
+    class Pooled(Plain):
+        def __iter__(self) -> Iterator[Any]:
+            order = list(range(self.count))
+            random.shuffle(order)
+            with ThreadPoolExecutor(2) as pool:
+                yield from pool.map(lambda number: {"x": [float(number)] * 8, "label": 0}, order)
+
+    assert unrepeatable(job_of(Pooled(60))) is None
+
+
+def test_threads_that_outlive_a_reading_are_found() -> None:
+    class Lasting(Plain):
+        pool = ThreadPoolExecutor(1)
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from self.pool.map(self.make, range(self.count))
+
+    job = job_of(Lasting(60))
+    assert probes(job, 3)
+    assert "threads of its own" in (unrepeatable(job) or "")
+    Lasting.pool.shutdown()
 
 
 def test_threads_that_only_read_are_no_sign() -> None:

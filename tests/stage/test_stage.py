@@ -245,7 +245,13 @@ def test_a_plan_counts_what_weights_gradients_masters_and_moments_take(
     chain.run(job.steps)
     device = DeviceProfile("cpu", "", 1 << 30, 1e9)
     counted = workload_of(
-        {"a": device}, {"a": "k"}, found.costs, 8, 2, element_bytes=2, moments=2.0 + (ema is not None)
+        {"a": device},
+        {"a": "k"},
+        found.costs,
+        8,
+        2,
+        element_bytes=2,
+        moments=[2.0 + (ema is not None)] * len(found.costs),
     ).state_sum_bytes(0, len(found.costs))
     frozen = sum(c.parameter_bytes - c.trainable_bytes for c in found.costs)
     assert counted - frozen == held[-1]

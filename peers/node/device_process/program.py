@@ -187,7 +187,7 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
 def _first_steps(device: torch.device) -> None:
     """Of every optimizer that a job may have: what torch imports or opens for a step, this process has then."""
     for name in sorted(PER_PARAMETER):
-        weight = torch.nn.Parameter(torch.ones(8, 8, device=device))
+        weight = torch.nn.Parameter(torch.ones(64, 64, device=device))  # enough for moments in 8 bits
         optimizer = Optimizer(name, lr=0.1).build({"weight": weight})
         with seeded(0, 0, 0):
             torch.nn.functional.dropout(weight @ weight).sum().backward()  # type: ignore[no-untyped-call]
