@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from structlog.testing import capture_logs
@@ -45,7 +46,7 @@ from tests.rig.virtual_time import run
 
 __all__ = ["FINE", "play"]
 
-adamw8bit.SMALLEST = 32  # numbers: a drawn model has few, and most of its moments are to be codes
+FEW_NUMBERS = 32  # a drawn model has few, and most of its moments are to be codes
 
 FINE = frozenset({"equal", "refused", "nothing to equal"})
 
@@ -120,7 +121,8 @@ def play(seed: int, blows: int = 2, drawn: Drawn | None = None) -> dict[str, Any
     about = {"seed": seed, "layers": drawn.layers}
     left = ("kill the owner",) if drawn.breaks_at is not None else ()  # no standby follows a run that its user has left
     kinds = [kind for kind in BLOWS if kind not in left]
-    with capture_logs() as logged, quick_planning(), one_thread():
+    small = mock.patch.object(adamw8bit, "SMALLEST", FEW_NUMBERS)
+    with capture_logs() as logged, quick_planning(), one_thread(), small:
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # its kernels have other bits in eval mode: docs/models.md
         try:

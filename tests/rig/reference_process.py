@@ -20,7 +20,7 @@ from tests.rig.reference import reference
 
 ALLOWED = {"meshcee", "meshcee._demo_job"}
 ALLOWED |= {f"meshcee.{name}" for name in ("errors", "fields", "job", "plan", "user_code")}
-ROOMS = ("meshcee.sampling", "meshcee.figures", "meshcee.files")  # the order of samples, values that a Job names
+ROOMS = ("meshcee.sampling", "meshcee.figures", "meshcee.files", "meshcee.optim")  # the order of samples, what a Job names
 
 
 def main() -> None:
