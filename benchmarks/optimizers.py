@@ -59,8 +59,8 @@ def update(name: str, numbers: int, turns: int) -> dict[str, Any]:
 
 def learned(name: str, steps: int, seed: int) -> float:
     job = load_job(EXAMPLE)
-    options = {**job.optimizer.options}
-    losses = meshcee.plain(replace(job, optimizer=Optimizer(name, **options), seed=seed, steps=steps)).losses
+    optimizer = Optimizer(name, **job.optimizer.options)
+    losses = meshcee.plain(replace(job, optimizer=optimizer, seed=seed, steps=steps)).losses
     return statistics.mean(losses[-(steps // 5) :])
 
 

@@ -47,7 +47,6 @@ from tests.rig.virtual_time import run
 __all__ = ["FINE", "play"]
 
 FEW_NUMBERS = 32  # a drawn model has few, and most of its moments are to be codes
-
 FINE = frozenset({"equal", "refused", "nothing to equal"})
 
 

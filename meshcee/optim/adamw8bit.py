@@ -119,9 +119,8 @@ def _update(
             grad = grads[place].float()
             m, v = _read(mean[place], of_m), _read(square[place], of_v)
             m.lerp_(grad, 1 - beta1)
-            v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2).clamp_(
-                max=LARGEST
-            )  # an infinite one would be all its block
+            # An infinite mean of squares would leave nothing of its block.
+            v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2).clamp_(max=LARGEST)
             numbers[place].mul_(1 - options["lr"] * options["weight_decay"])
             denominator = v.sqrt().div_(correction2).add_(options["eps"])
             numbers[place].add_((m / denominator).mul_(-options["lr"] / correction1))

@@ -32,7 +32,7 @@ from meshcee.figures import (
 )
 from meshcee.plan import Plan
 from meshcee.planner.regions import cluster_of
-from meshcee.planner.rules import between, copies_factor, shortages
+from meshcee.planner.rules import OF_ADAMW, between, copies_factor, shortages
 from meshcee.planner.search import Choice, Effort, Question, Runs, plans
 from meshcee.planner.trust import believed_devices, believed_links, believed_speeds
 from meshcee.simulator import period_s
@@ -106,6 +106,7 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
             found = times[peer].kind_times(job.alike)
             if kind not in known or _whole_s(found) > _whole_s(known[kind]):
                 known[kind] = found
+    moments = job.moments or [OF_ADAMW] * len(job.blocks)
     work = workload_of(
         devices,
         kinds,
@@ -114,9 +115,8 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
         job.micro_batch,
         times=known,
         element_bytes=job.element_bytes,
-        moments=job.moments,
+        moments=moments,
     )
-    moments = job.moments or (2.0,) * len(job.blocks)
     if (tiers or job.audited) and all(device.kind == "cpu" for device in mesh.devices.values()):
         factors = [copies_factor(tiers, audited=job.audited, moments=each) for each in moments]
         frozen = [c.parameter_bytes - c.trainable_bytes for c in job.blocks]  # of which nobody makes copies
@@ -322,7 +322,7 @@ def workload_of(
     *,
     times: Mapping[str, KindTimes] | None = None,
     element_bytes: int = 4,
-    moments: Sequence[float] = (),
+    moments: Sequence[float] | None = None,
 ) -> Workload:
     """A job on a live mesh: seconds from measured speeds, or `times` where blocks themselves were timed.
 
@@ -351,7 +351,7 @@ def workload_of(
         state_bytes=tuple(
             round((2 + each) * (c.trainable_bytes + (4 // element_bytes - 1) * (c.trainable_bytes - c.full_bytes)))
             + (c.parameter_bytes - c.trainable_bytes)
-            for c, each in zip(costs, moments or (2.0,) * len(costs), strict=True)
+            for c, each in zip(costs, moments or [OF_ADAMW] * len(costs), strict=True)
         ),
         gradient_bytes=tuple(c.trainable_bytes for c in costs),
         activation_bytes=tuple(c.activation_bytes for c in costs),

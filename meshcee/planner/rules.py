@@ -23,6 +23,7 @@ from meshcee.planner.chain import Codecs, Layout, peers_of
 from meshcee.planner.cut import DeviceClass
 
 __all__ = [
+    "OF_ADAMW",
     "Runs",
     "Shortage",
     "between",
@@ -132,7 +133,10 @@ def remarks(plan: Plan) -> tuple[str, ...]:
     return tuple(found)
 
 
-def copies_factor(tiers: int, *, audited: bool = False, moments: float = 2.0) -> float:
+OF_ADAMW = 2.0  # bytes of moments for each byte of a weight in full
+
+
+def copies_factor(tiers: int, *, audited: bool = False, moments: float = OF_ADAMW) -> float:
     """What copies take at a member, times its own state, where stages are about equal: 1 tier for keepers, 2 for far ones too."""
     copies = OWN_COPIES + OTHERS_COPIES + 2 * FAR_COPIES * (tiers - 1) if tiers else 0
     return (1 + moments) / (2 + moments) * (copies + AUDIT_COPIES * audited)  # a copy has no gradients

@@ -27,16 +27,7 @@ import torch
 from meshcee.errors import UsageError
 from meshcee.user_code import calling
 
-__all__ = [
-    "GENERATORS",
-    "NO_STEP",
-    "Same",
-    "collated",
-    "draw",
-    "generators_put_back",
-    "read",
-    "seed_generators",
-]
+__all__ = ["GENERATORS", "NO_STEP", "Same", "collated", "draw", "generators_put_back", "read", "seed_generators"]
 
 NO_STEP = -1  # of reads that belong to no step of training: evaluation, and looks at what samples are like
 

@@ -74,6 +74,13 @@ def test_a_schedule_that_goes_back_and_on_gives_the_same_bits(name: str, steps: 
         assert [jumping.at(step) for step in steps] == [expected[step] for step in steps]
 
 
+def assert_same_rates(ours: HyperSchedule, theirs: torch.optim.Optimizer, scheduler: Any, steps: int) -> None:
+    for step in range(steps):
+        assert ours.at(step)[0]["lr"] == theirs.param_groups[0]["lr"]
+        theirs.step()
+        scheduler.step()
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of SequentialLR at a milestone
 def test_a_chain_of_schedules_is_torchs() -> None:
     """Against torch's classes put together by hand."""
@@ -84,10 +91,7 @@ def test_a_chain_of_schedules_is_torchs() -> None:
     chain = lr.SequentialLR(
         theirs, [lr.LinearLR(theirs, 0.1, total_iters=5), lr.ExponentialLR(theirs, 0.9)], milestones=[5]
     )
-    for step in range(12):
-        assert ours.at(step)[0]["lr"] == theirs.param_groups[0]["lr"]
-        theirs.step()
-        chain.step()
+    assert_same_rates(ours, theirs, chain, 12)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +108,7 @@ def test_a_warm_up_is_that_of_transformers(name: str, of_theirs: str, options: d
     ours = HyperSchedule(Optimizer("SGD", lr=0.3), Schedule(name, **options))
     theirs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
     scheduler = transformers.get_scheduler(of_theirs, theirs, options["warmup"], options.get("steps", 20))
-    for step in range(20):
-        assert ours.at(step)[0]["lr"] == theirs.param_groups[0]["lr"]
-        theirs.step()
-        scheduler.step()
+    assert_same_rates(ours, theirs, scheduler, 20)
 
 
 @pytest.mark.parametrize(

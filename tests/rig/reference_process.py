@@ -20,7 +20,8 @@ from tests.rig.reference import reference
 
 ALLOWED = {"meshcee", "meshcee._demo_job"}
 ALLOWED |= {f"meshcee.{name}" for name in ("errors", "fields", "job", "plan", "user_code")}
-ROOMS = ("meshcee.sampling", "meshcee.figures", "meshcee.files", "meshcee.optim")  # the order of samples, what a Job names
+# The order of samples, and what a Job names.
+ROOMS = ("meshcee.sampling", "meshcee.figures", "meshcee.files", "meshcee.optim")
 
 
 def main() -> None:
