@@ -19,7 +19,7 @@ from meshcee.planner import whom_to_probe
 from peers.device import Compute, Graphs, quiet
 from peers.measure.block_profiler import BlockProfiler
 from peers.measure.link_report import LinkReport
-from peers.measure.probe import LIGHT_S, TARGET_S, probe_link, serve_probe
+from peers.measure.probe import LIGHT_S, TARGET_S, Turns, probe_link
 from peers.measure.sounding import Wishes
 from peers.mesh_view import MeshView
 from peers.transport import StreamClosed, Transport
@@ -73,7 +73,8 @@ class Measuring:
         self._tried: dict[str, float] = {}  # when each link was last tried: one that fails does not hold up others
         self._every_s: dict[str, float] = {}  # after how long each link is measured again
         self._wishes = Wishes(agent)
-        agent.transport.serve("probe", serve_probe)
+        self._turns = Turns(agent.peer_id)
+        agent.transport.serve("probe", self._turns.serve)
 
     def for_member(self) -> dict[str, Callable[..., Any]]:
         """Of its sessions: whom a member reports what crossed its links, and what it may know of them."""
@@ -110,12 +111,13 @@ class Measuring:
             start_s, now = self._agent.monotonic(), self._agent.clock()
             self._tried[target] = now
             try:
-                async with asyncio.timeout(self._agent.timeouts.join_s):
-                    where = self._agent.transport, target, record.addresses
-                    target_s = LIGHT_S if asked else TARGET_S
-                    probed = await probe_link(*where, now, clock=self._agent.monotonic, target_s=target_s)
-                    if asked:
-                        self._wishes.probed(target, probed.sent_bytes / probed.link.bandwidth_bytes_per_s)
+                where, clock = (self._agent.transport, target, record.addresses, now), self._agent.monotonic
+                target_s = LIGHT_S if asked else TARGET_S
+                with self._turns.own(target) as answered:
+                    async with asyncio.timeout(self._agent.timeouts.join_s):
+                        probed = await probe_link(*where, clock=clock, target_s=target_s, answered=answered)
+                if asked:
+                    self._wishes.probed(target, probed.sent_bytes / probed.link.bandwidth_bytes_per_s)
             except (MeshceeError, StreamClosed, TimeoutError) as error:
                 log.debug("link not measured", peer=record.name, error=str(error))
                 await asyncio.sleep(self._agent.timeouts.directory_poll_s)

@@ -1,15 +1,18 @@
 """A peer's links to the others, measured.
 
 The idea: measured, never advertised by hand. A link is timed by a few empty round trips and payloads sized so that each takes
-about a tenth of a second, or half of that beside training. Each end measures the direction in which it sends.
+about a tenth of a second, or half of that beside training. Each end measures the direction in which it sends. Two peers that
+probe each other take turns: the short answers of each would wait behind the payloads of the other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from meshcee.errors import ProtocolError
@@ -17,7 +20,7 @@ from meshcee.figures import LinkProfile
 from peers.transport import Frame, Stream, Transport
 from peers.wire import messages, need
 
-__all__ = ["LIGHT_S", "MOST_MEASURED_BYTES_PER_S", "TARGET_S", "Probed", "probe_link", "serve_probe"]
+__all__ = ["LIGHT_S", "MOST_MEASURED_BYTES_PER_S", "TARGET_S", "Probed", "Turns", "probe_link"]
 
 PING_COUNT = 7
 PAYLOAD_COUNT = 3
@@ -29,14 +32,53 @@ MOST_MEASURED_BYTES_PER_S = 12.5e9  # 4 MiB in 0.3 ms: a shorter time is that of
 RAMP = 1.5  # times faster than before: a connection that had idled (TCP begins slowly again) had not got going before
 
 
-async def serve_probe(stream: Stream) -> None:
-    """Answer pings until the prober closes."""
-    stream.max_payload_bytes = MAX_PAYLOAD_BYTES
-    while True:
-        frame = await stream.recv()
-        if frame.kind != messages.PING:
-            raise ProtocolError(f"a probe holds pings only, got {frame.kind!r}")
-        await stream.send(Frame(messages.PONG, {"bytes": frame.payload_bytes}))
+@dataclass
+class _Own:
+    """A probe of this peer's. It goes on once the other has answered for the first time."""
+
+    goes_on: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Turns:
+    """One peer's answers to probes, and its own probes: of one other peer either the answers or the probe, not both at a time."""
+
+    def __init__(self, peer_id: str) -> None:
+        self._peer_id = peer_id
+        self._own: dict[str, _Own] = {}
+
+    @contextlib.contextmanager
+    def own(self, peer_id: str) -> Iterator[Callable[[], None]]:
+        """Around a probe of this peer. The prober calls what is given, once it has the first answer."""
+        self._own[peer_id] = own = _Own()
+
+        def answered() -> None:
+            own.goes_on = True
+
+        try:
+            yield answered
+        finally:
+            del self._own[peer_id]
+            own.over.set()
+
+    async def serve(self, stream: Stream) -> None:
+        """Answer pings until the prober closes: the first once no probe of that peer goes on here. Of two probes that have just
+        begun, the one of the lesser id goes first.
+        """
+        stream.max_payload_bytes = MAX_PAYLOAD_BYTES
+        frame = await _next_ping(stream)
+        if (own := self._own.get(stream.peer_id)) is not None and (own.goes_on or self._peer_id < stream.peer_id):
+            await own.over.wait()
+        while True:
+            await stream.send(Frame(messages.PONG, {"bytes": frame.payload_bytes}))
+            frame = await _next_ping(stream)
+
+
+async def _next_ping(stream: Stream) -> Frame:
+    frame = await stream.recv()
+    if frame.kind != messages.PING:
+        raise ProtocolError(f"a probe holds pings only, got {frame.kind!r}")
+    return frame
 
 
 async def _ping(stream: Stream, payload: bytes, clock: Callable[[], float]) -> float:
@@ -63,15 +105,18 @@ async def probe_link(
     now: float,
     clock: Callable[[], float] = time.perf_counter,
     target_s: float = TARGET_S,
+    answered: Callable[[], None] = lambda: None,
 ) -> Probed:
     """Latency is half an empty round trip; bandwidth what a payload took beyond the median one. Raises JoinError.
 
     target_s  that a payload is to take: short ones need less of the link, and show less of it
+    answered  called at the first answer (`Turns.own`)
     """
     stream = await transport.open(peer_id, "probe", addresses)
     stream.max_payload_bytes = 0  # answers have none
     try:
         await _ping(stream, b"", clock)  # whatever a first use costs
+        answered()
         pings_s = [await _ping(stream, b"", clock) for _ in range(PING_COUNT)]
         round_trip_s, fastest_s = statistics.median(pings_s), min(pings_s)
         size, sent = int(FIRST_PAYLOAD_BYTES * target_s / TARGET_S), 0

@@ -16,7 +16,7 @@ from typing import Any
 from dht import Identity
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError
-from peers.measure.probe import probe_link, serve_probe
+from peers.measure.probe import Turns, probe_link
 from peers.transport.p2p import Direct, P2PDaemon, RelayedTransport
 from peers.transport.seen import seen_from
 
@@ -33,7 +33,7 @@ async def main(file: str, *arguments: str) -> None:
         direct = Direct(daemon.listening, 4002, PATIENT)
         transport = RelayedTransport(daemon.p2p, KEY, direct=direct, timeouts=PATIENT)
         transport.allow(identity, seeds, passes_on="--no-relay" not in arguments)
-        transport.serve("probe", serve_probe)
+        transport.serve("probe", Turns(transport.peer_id).serve)
         async with transport:
             transport.addresses = daemon.addresses
             tell({"peer": transport.peer_id, "addresses": daemon.addresses})

@@ -16,7 +16,7 @@ from peers.cli.status import rate
 from peers.device.compute import Compute, Pace
 from peers.device.profile import measure_device
 from peers.measure.measuring import PROBE_SHARE
-from peers.measure.probe import LIGHT_S, MOST_MEASURED_BYTES_PER_S, Probed, probe_link, serve_probe
+from peers.measure.probe import LIGHT_S, MOST_MEASURED_BYTES_PER_S, Probed, Turns, probe_link
 from peers.measure.sounding import SHARE, sound
 from peers.node.assemble import InProcess, JoinOptions
 from peers.transport.base import Frame, Transport
@@ -33,7 +33,7 @@ async def test_each_direction_has_its_own_bandwidth_and_half_the_round_trip() ->
         network.impair("a", "b", Impairment(latency_s=0.03, bandwidth_bytes_per_s=2e5))
         network.impair("b", "a", Impairment(latency_s=0.05, bandwidth_bytes_per_s=2e7))
         for transport in (a, b):
-            transport.serve("probe", serve_probe)
+            transport.serve("probe", Turns(transport.peer_id).serve)
         up, _ = await probe_link(a, "b", (), 7.0, clock)
         down, _ = await probe_link(b, "a", (), 8.0, clock)
     assert up.latency_s == pytest.approx(0.04, rel=0.02)
@@ -48,13 +48,40 @@ async def test_jitter_shows_in_the_range() -> None:
     network = MemoryNetwork(seed=1)
     async with network.transport("a") as a, network.transport("b") as b:
         network.impair("a", "b", Impairment(latency_s=0.02, jitter_s=0.05, bandwidth_bytes_per_s=1e6))
-        b.serve("probe", serve_probe)
+        b.serve("probe", Turns("b").serve)
         link, _ = await probe_link(a, "b", (), 0.0, asyncio.get_running_loop().time)
     assert link.latency_range_s is not None
     assert link.bandwidth_range_bytes_per_s is not None
     low_s, high_s = link.latency_range_s
     assert 0.01 <= low_s < link.latency_s < high_s <= 0.036
     assert link.bandwidth_range_bytes_per_s[0] < link.bandwidth_range_bytes_per_s[1]
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 0.02, 0.2, 0.5])
+@virtual_time
+async def test_two_that_probe_each_other_measure_what_each_would_measure_alone(ahead_s: float) -> None:
+    """The answers of each would wait behind the payloads of the other: a tenth of the bandwidth was found, now and then."""
+    network = MemoryNetwork()
+    clock = asyncio.get_running_loop().time
+    speeds = {("a", "b"): 1e6, ("b", "a"): 2e7}
+    async with network.transport("a") as a, network.transport("b") as b:
+        for (source, target), speed in speeds.items():
+            network.impair(source, target, Impairment(latency_s=0.03, bandwidth_bytes_per_s=speed))
+        ends: dict[Transport, Turns] = {end: Turns(end.peer_id) for end in (a, b)}
+        for end, turns in ends.items():
+            end.serve("probe", turns.serve)
+
+        async def probe(source: Transport, target: str, after_s: float) -> LinkProfile:
+            await asyncio.sleep(after_s)
+            with ends[source].own(target) as answered:
+                return (await probe_link(source, target, (), clock(), clock, answered=answered)).link
+
+        for first, second in ((a, b), (b, a)):
+            both = probe(first, second.peer_id, 0.0), probe(second, first.peer_id, ahead_s)
+            for end, link in zip((first, second), await asyncio.gather(*both), strict=True):
+                other = second if end is first else first
+                assert link.bandwidth_bytes_per_s == pytest.approx(speeds[end.peer_id, other.peer_id], rel=0.05)
+                assert link.latency_s == pytest.approx(0.03, rel=0.1)
 
 
 async def probed(wire: Callable[[int], float]) -> tuple[LinkProfile, int]:
