@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
-from benchmarks.blows import REFUSALS
 from meshcee.epochs import moves
 from meshcee.epochs.course import Course, State
 from peers.wire import messages
@@ -33,7 +32,7 @@ CAUSES = {  # what brings such a moment about
 }
 TURNS = 0.75  # of runs come to a hand-over, aimed at or not, if nothing keeps them from it
 FRAMES = {"first offer": 20, "re-offer": 40, "hand-over": 80, "checkpoint": 60}  # that a blow may wait for, at most
-NEVER_AIMED = {"restart", "restart without its term", "join", "clock step", *REFUSALS}
+NEVER_AIMED = {"restart", "restart without its term", "join", "clock step"}
 
 
 @dataclass

@@ -45,7 +45,7 @@ class Copying:
         self._owed: dict[int, tuple[int, float]] = {}
         self._took_s = self._read_s = 0.0
         self.handed_over = asyncio.Event()  # all members have described what they hand over
-        self._since = 0 if self._copies.were_handed else start  # what was handed over dies with any of its makers
+        self._since = self._copies.since(start)
         self.reported = start  # steps before this one have been
         self._copies.begin(start)
         self._copies.cadence.start(start, _now_s())
@@ -98,6 +98,13 @@ class Copying:
         self._keepers = {}
         self._making = self.ask(next_step)
         self._making.handed = True
+
+    def hand_over_last(self) -> bool:
+        """Another plan goes on from the copies of `ask_last`, which all members still hold. Whether copies outlive this epoch."""
+        if self._keeps and self._last is not None:
+            self._last.handed = True
+            self._whole(self._last)
+        return self._keeps and self._last is not None
 
     def late(self, limit_s: float) -> set[str]:
         """Who has computed on behind a copy and has not described it for so long, and some steps. Called after each report."""

@@ -60,7 +60,7 @@ class Keeping:
     ) -> None:
         self._links, self._until = links, until
         handed = kept.copies is not None and kept.copies.were_handed
-        self._start = 0 if handed else start  # what was handed over dies with any of its makers
+        self._start = start if kept.copies is None else kept.copies.since(start)
         self._base = kept.base if isinstance(kept.base, Checkpoint) else None
         self._saved = -1 if isinstance(kept.base, CopySet) else start  # the step whose state need not be written
         self._end = -1  # the step whose state the owner must have before all is over
@@ -110,9 +110,12 @@ class Keeping:
 
     async def hand_over_instead(self) -> bool:
         """Behind `end`: what the disk has refused, if anything, members hold for the next plan; as `end`'s `hand_over`."""
-        if can := not self.is_saved and self.copying.can_hand_over:
+        if self.is_saved:
+            return False
+        if self.copying.can_hand_over:
             await self.ask(self._end, hand_over=True)
-        return can
+            return True
+        return self.copying.hand_over_last()
 
     async def ask(
         self, next_step: int, *, keep: bool = False, save: bool = False, hand_over: bool = False, last: bool = False

@@ -113,9 +113,13 @@ class Manifest:
         self._tell = tell
 
     def add(self, copied: CopySet) -> None:
-        """It is whole; one older one of its kind is kept, which counts until the steps before this one have been reported."""
+        """It is whole; one older one of its kind is kept, which counts until the steps before this one have been reported. What is
+        handed over behind what was handed over has none: members have no room for that.
+        """
         others = [c for c in self._found if c.far != copied.far]
         older = [c for c in self._found if c.far == copied.far and c.next_step < copied.next_step]
+        if copied.handed and self.were_handed:
+            older = []
         self._found = sorted([*others, *older[-1:], copied], key=lambda c: (c.next_step, not c.far))
         self._tell(self._found)
 
@@ -144,6 +148,12 @@ class Manifest:
     def were_handed(self) -> bool:
         """Whether the newest near ones were handed over to a plan that has none of its own yet."""
         return next((c.handed for c in reversed(self._found) if not c.far), False)
+
+    def since(self, start: int) -> int:
+        """From which step on an epoch that begins at this one may need near ones. What was handed over dies with any of its makers:
+        then those before it are.
+        """
+        return 0 if self.were_handed and any(not (c.far or c.handed) for c in self._found) else start
 
     def newest(self, done: int, gone: Collection[str] = (), *, handed: bool = True) -> CopySet | None:
         """The newest of no step after `done`, of which these who are gone do not hold the last copies.

@@ -181,6 +181,42 @@ async def test_a_plan_whose_beginning_nobody_could_keep_waits(
     assert again == []
 
 
+async def test_a_disk_that_fills_up_while_a_plan_just_handed_over_to_ends_costs_no_step(
+    tmp_path: Path, again: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk was to take the state, as members hold what was handed over; it refuses once the plan is to change.
+
+    A real storm had this: the run went back to what was handed over first, 33 steps before, and nobody was lost.
+    """
+    home, broken, moved, is_due = Home(tmp_path), RefusingDisk(tmp_path / "runs"), list[int](), Copying.is_due
+
+    async def choose(self: Adaptation, report: Report, can_move: bool) -> Plan | None:
+        if report.step != LAST and (len(moved) != 1 or report.step < moved[0] + 3):
+            return None
+        assert can_move
+        if moved:
+            broken.error = errno.ENOSPC
+        moved.append(report.step)
+        return shifted(running[-1])
+
+    def hear(here: Any, mesh: Mesh, report: Report) -> None:
+        assert mesh.result.plan is not None
+        running.append(mesh.result.plan)
+        if report.step == STEPS - 1:
+            broken.error = None
+
+    running: list[Plan] = []
+    monkeypatch.setattr(Adaptation, "hear", choose)
+    monkeypatch.setattr(Copying, "is_due", lambda self, step: not self.is_first_to_copy and is_due(self, step))
+    with disk.using(broken), capture_logs() as logged:
+        result, told = await run(home, hear)
+    assert_undisturbed(result, told, home)
+    assert broken.refused
+    assert len(moved) == 2
+    assert again == []
+    assert [entry["next_step"] - entry["done"] for entry in only(logged, Event.STATE_FOUND)] == [0, 0]
+
+
 async def test_a_user_who_stops_while_plans_change_has_the_weights(
     tmp_path: Path, moving: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
