@@ -89,10 +89,6 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         raise UsageError("--device-process needs Linux: leave it out here")
     if options.device_process and options.direct_sums:
         raise UsageError("a device's process has no network for --direct-sums: leave out one of the two")
-    if options.device_process and options.dataset:
-        raise UsageError(
-            "a device's process gets no samples from its own peer: leave out --device-process or --dataset"
-        )
     configure_logging(as_json=as_json)
     where_metered = address_of(options.metrics)
     memory_bytes = parse_bytes(options.memory) if options.memory else None

@@ -102,10 +102,10 @@ class Session:
             bandwidth=bandwidth,
         )
         if offer.terms.audited:
-            from dht import verify
             from peers.member.audit import StepWitness
+            from peers.wire.audit import signed_by
 
-            self.executor.links.witness = StepWitness(offer, keeper.copies, sign, verify)
+            self.executor.links.witness = StepWitness(offer, keeper.copies, sign, signed_by)
         self.executor.complete.clear()
         self._complete = partial(self._take_moments, moments, runner, compute)
         self._group: asyncio.TaskGroup | None = None
@@ -516,7 +516,7 @@ class Member:
         offer = await asyncio.to_thread(Offer.from_frame, frame, programs, self.peer_id, stream.peer_id)
         await self.accept(stream.peer_id, offer)
         if offer.terms.audited and self._sign is None:
-            raise PlanError("this peer's device is a process without keys, which cannot sign its steps for an audit")
+            raise PlanError("this peer has no key to sign its steps with for an audit")
         if offer.state_bytes > self._memory_bytes:
             missing = offer.state_bytes - self._memory_bytes
             raise PlanError(f"stage {offer.place.index} needs {missing / 2**30:.3g} GiB more than this peer offers")

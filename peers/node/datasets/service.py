@@ -30,6 +30,7 @@ from peers.member.service import Session
 from peers.mesh_view import MeshView
 from peers.node.datasets.dataset import Layout, Patience
 from peers.node.datasets.packets import INDEX_BYTES
+from peers.node.device_process import DeviceProcess
 from peers.node.lent import Lent
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import Outbox, live, messages, most_telling, while_alive
@@ -149,7 +150,7 @@ class DataService:
         async with asyncio.timeout(self._agent.timeouts.join_s):
             frame = await stream.recv()
         lent = self._lent()
-        supply = _Supply(self._agent, self._name, stream, lent if isinstance(lent, Member) else None)
+        supply = _Supply(self._agent, self._name, stream, lent)
         if self._has_left:
             supply.leave()
         try:
@@ -172,10 +173,10 @@ class DataService:
 class _Supply:
     """One epoch's, for one owner."""
 
-    def __init__(self, agent: MeshView, name: str, stream: Stream, member: Member | None) -> None:
+    def __init__(self, agent: MeshView, name: str, stream: Stream, lent: Lent | None) -> None:
         self._agent, self._name = agent, name
         self._stream = stream
-        self._member = member  # that computes in this process
+        self._lent = lent
         self._owner = Outbox(stream)
         self._wanted = asyncio.Queue[tuple[Wanted, list[int]]](maxsize=MOST_WAITING)
         self._targets: list[_Target] = []
@@ -215,14 +216,11 @@ class _Supply:
 
     async def _reach(self, peer: str, names: tuple[str, ...], attach: dict[str, Any]) -> None:
         agent = self._agent
-        if peer == agent.peer_id:
-            if self._member is None:
-                raise UsageError(f"peer {self._name} computes in a process of its own, which gets no data from here")
-            self._targets.append(_Target(peer, names, self._member.session_in(attach, peer)))
+        if peer == agent.peer_id and isinstance(self._lent, Member):
+            self._targets.append(_Target(peer, names, self._lent.session_in(attach, peer)))
             return
         try:
-            await agent.wait_for_peers([peer])
-            stream = await agent.transport.open(peer, "inputs", agent.addresses_of([peer])[peer])
+            stream = await self._stream_to(peer)
             stream.max_payload_bytes = 0
             self._targets.append(_Target(peer, names, Outbox(stream)))
             async with asyncio.timeout(agent.timeouts.join_s):
@@ -232,6 +230,15 @@ class _Supply:
             raise _lost(peer, str(error) or "it does not answer") from error
         if reply.kind != messages.ATTACH:
             raise _lost(peer, f"it answered with {reply.kind!r}")
+
+    async def _stream_to(self, peer: str) -> Stream:
+        agent = self._agent
+        if peer != agent.peer_id:
+            await agent.wait_for_peers([peer])
+            return await agent.transport.open(peer, "inputs", agent.addresses_of([peer])[peer])
+        if not isinstance(self._lent, DeviceProcess):
+            raise JoinError("it lends no device")
+        return await self._lent.dial("inputs")
 
     async def run(self) -> None:
         """Until the owner has enough, or something fails, which it is told."""

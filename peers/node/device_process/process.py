@@ -106,6 +106,7 @@ class DeviceProcess:
         self._idle.set()
         self._checks = 0  # that wait
         self._hearing = Hearing()
+        self._passing: Passing | None = None
 
     async def __aenter__(self) -> DeviceProcess:
         self.child = Child()
@@ -126,6 +127,8 @@ class DeviceProcess:
     async def lend(self, view: MeshView, said: OfDevice, asked: Mapping[str, Any]) -> DeviceProfile:
         """As `begin`, for the peer that sees the mesh like this; `asked` has what a peer that measures adds."""
 
+        from peers.wire.audit import Delegate
+
         async def addresses(peer: str) -> Sequence[str]:
             if peer not in view.directory.peers:
                 await view.wait_for_peers([peer])
@@ -139,6 +142,7 @@ class DeviceProcess:
             memory_bytes=said.memory_bytes,
             host=said.host,
             threads_said=said.threads_said,
+            speaks=Delegate.of(view.sign).pack(),
             **asked,
         )
 
@@ -152,6 +156,7 @@ class DeviceProcess:
         memory_bytes: int | None = None,
         host: str = "",
         threads_said: bool = False,
+        speaks: bytes = b"",
         begun: Callable[[], Hear] = lambda: lambda rates, depths: None,
         bandwidths: Callable[[], Mapping[str, float]] = dict,
     ) -> DeviceProfile:
@@ -159,12 +164,13 @@ class DeviceProcess:
 
         accept      (owner, term) -> raises NotPermittedError where the term is over
         addresses   where a peer of this mesh listens; JoinError for any other
+        speaks      signs steps of audited jobs; without it they are refused
         begun       a plan begins: what is to be told of each of its steps
         bandwidths  of the links from here, as published, the newest first
         """
         threads, limits = torch.get_num_threads(), self._graphs.limits
         self._begin = Begin(
-            transport.peer_id, self._device, threads, memory_bytes, host, threads_said, None, limits, timeouts
+            transport.peer_id, self._device, threads, memory_bytes, host, threads_said, None, speaks, limits, timeouts
         )
         self._asked = _Asked(accept, addresses, begun, bandwidths)
         self._running = self._group.create_task(self._run(transport))
@@ -192,7 +198,7 @@ class DeviceProcess:
 
     async def _serve(self, transport: Transport, child: Child) -> str:
         """Until it has ended: how it has."""
-        passing = Passing(
+        passing = self._passing = Passing(
             transport,
             child.channel,
             serves=SERVES,
@@ -311,6 +317,12 @@ class DeviceProcess:
         """Nothing where the process has ended: that is heard elsewhere."""
         with contextlib.suppress(StreamClosed):
             self.child.channel.post(message)
+
+    async def dial(self, purpose: str) -> Stream:
+        """A stream from this very peer. StreamClosed while no process is there."""
+        if self._passing is None:
+            raise StreamClosed("this peer's device is not there at the moment")
+        return await self._passing.dial(purpose)
 
     # -- what an agent asks of what it lends
 

@@ -143,6 +143,11 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
     def crossed(rates: Mapping[str, float], depths: Mapping[str, float]) -> None:
         _post(channel, Crossed(first(rates), first(depths)))
 
+    sign: Callable[[bytes], bytes] | None = None
+    if begin.speaks:
+        from peers.wire.audit import Delegate
+
+        sign = Delegate.read(begin.speaks).sign
     async with Compute(begin.device) as compute:
         await graphs.get_ready()
         device = begin.known or await measure_device(
@@ -160,6 +165,7 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
                 timeouts=begin.timeouts,
                 graphs=graphs,
                 accept=accept,
+                sign=sign,
                 begun=begun,
                 bandwidth=lambda peer: known.get(peer, math.inf),
             )

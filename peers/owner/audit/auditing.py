@@ -17,7 +17,6 @@ from typing import NoReturn, Protocol
 import structlog
 import torch
 
-from dht import verify
 from meshcee.audit import SIGNED, Edge, Proof, Tally, chosen, frame_digest, key_of, root_of, unequal
 from meshcee.capture import Capture
 from meshcee.errors import NonFiniteLossError, ProtocolError
@@ -28,7 +27,7 @@ from peers.state import Beginning, Checkpoint, CopySet, Reader, state_for
 from peers.state.fetch import Fetch, Shape
 from peers.transport import Frame
 from peers.wire import Link, Offer, Round, digest_of, digests_in, messages, need
-from peers.wire.audit import Evidence, Said, most_bytes, statement
+from peers.wire.audit import Evidence, Said, most_bytes, signed_by, statement
 
 __all__ = ["Auditing", "Court", "Judge"]
 
@@ -297,7 +296,7 @@ class Auditing:
             micros.append(said.header.get("micro", 0))
             signature = said.header.get(SIGNED)
             text = statement(self._links[receiver].offer, sender, receiver, digest)
-            if not isinstance(signature, bytes) or not verify(sender, text, signature):
+            if not isinstance(signature, bytes) or not signed_by(sender, text, signature):
                 self._convict(receiver, step, "what it says that it received was not signed by the sender")
         many = step.rounds[receiver].num_micro if kind in (messages.F, messages.B, messages.SHARED) else 1
         if micros != list(range(many)) or any(said.header.get("round") != step.number for said in frames):

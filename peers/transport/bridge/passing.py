@@ -116,6 +116,19 @@ class Passing:
                 if number < 0 or self._farewell is None or not self._is_over.is_set():
                     stream.abort()
 
+    async def dial(self, purpose: str) -> Stream:
+        """A stream from this side to the other process, which sees one of its own peer's."""
+        ours, theirs = socket.socketpair()
+        peer = self._transport.peer_id
+        stream = FramedStream(
+            peer, purpose=purpose, limits=self._limits, close_s=self._timeouts.shutdown_s, check=False
+        )
+        with theirs:
+            await joined(ours, stream)
+            self._number += 1
+            self._channel.post(Comes(stream=self._number, peer=peer, purpose=purpose), theirs.detach())
+        return stream
+
     async def _come(self, stream: Stream) -> None:
         if self._group is None:
             raise StreamClosed("this peer's device is not there at the moment")

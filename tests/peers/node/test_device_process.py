@@ -24,10 +24,13 @@ import structlog
 import torch
 
 from meshcee.config import Limits, Timeouts
+from meshcee.eager import plain
 from meshcee.errors import MeshceeError, NotPermittedError, PlanError, ProtocolError
 from meshcee.figures.profile import DeviceProfile
 from peers.device.graphs import Graphs
 from peers.device.worker.packets import Confinement, sealed
+from peers.node.agent import Agent
+from peers.node.assemble import InProcess, JoinOptions
 from peers.node.device_process import DeviceProcess, confine, process, program, sayings
 from peers.node.device_process.messages import (
     FROM_DEVICE,
@@ -53,6 +56,7 @@ from peers.node.device_process.messages import (
 from peers.transport.bridge import GIVES, TAKES, Channel, pair
 from peers.transport.memory import MemoryNetwork
 from tests.peers.member.test_training import make_job
+from tests.peers.owner.test_recovery import FAST
 from tests.peers.transport.harness import nowhere
 from tests.rig.mesh_fixture import train
 
@@ -86,6 +90,30 @@ async def test_a_job_is_trained_as_in_one_process() -> None:
     assert outside.losses == inside.losses
     assert outside.state.keys() == inside.state.keys()
     assert all(torch.equal(tensor, inside.state[name]) for name, tensor in outside.state.items())
+
+
+async def test_a_process_signs_the_steps_of_an_audit_with_a_key_that_speaks_for_its_peer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The owner computes all of them again, and doubts nobody. The peer's own key is not there."""
+    judged, judge = list[Any](), Agent.judge
+
+    async def note(self: Agent, *case: Any) -> Any:
+        judged.append(case)
+        return await judge(self, *case)
+
+    monkeypatch.setattr(Agent, "judge", note)
+    monkeypatch.setattr("peers.node.assemble.Compute", lambda device, pace: DeviceProcess(device, Graphs(Limits())))
+    job = make_job(audit=1.0)
+    async with InProcess(JoinOptions(), timeouts=FAST) as here:
+        for name in ("p0", "p1"):
+            await here.start(name)
+        mesh = await here.own("owner", None)
+        losses = [report.loss async for report in mesh.train(job, stages=2)]
+        assert mesh.result.liars == []
+        assert mesh.result.plan is not None
+    assert losses == plain(job, job.steps, mesh.result.plan.micro_batch)[0]
+    assert len(judged) == 2 * job.steps
 
 
 @pytest.mark.parametrize(
@@ -458,7 +486,7 @@ async def there(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Channel]:
     near, far = pair()
     channel = Channel(near, (*FROM_DEVICE, *TAKES))
     threads = torch.get_num_threads()
-    channel.post(Begin("p0", "cpu", threads, None, "", False, PROFILE, Limits(), Timeouts()))
+    channel.post(Begin("p0", "cpu", threads, None, "", False, PROFILE, b"", Limits(), Timeouts()))
     before = structlog.get_config()
     confined = Confinement(("landlock",), (), ())
     given_up = (lambda device: confined, lambda device, before, memory_bytes: before)

@@ -197,9 +197,14 @@ async def test_pipelines_beside_each_other_get_the_samples_of_their_own_micro_ba
 
 
 async def test_members_whose_devices_are_processes_are_fed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them by its own peer, which has the data."""
     monkeypatch.setattr("peers.node.assemble.Compute", lambda device, pace: DeviceProcess(device, Graphs(Limits())))
-    async with a_mesh(None, 2) as (_, mesh, _):
-        assert_equal(await train(mesh))
+    async with InProcess(JoinOptions(), timeouts=FAST) as here:
+        source = Here(Noisy(96))
+        await here.start("hospital", datasets={"pairs": source})
+        await here.start("p1")
+        assert_equal(await train(await here.own("owner", None)))
+        assert set(source.read) == {*range(STEPS)}
 
 
 async def test_a_standby_goes_on_with_the_same_supplier(tmp_path: Path) -> None:
