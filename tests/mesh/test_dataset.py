@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pytest
 
 import meshcee
 from tests.mesh.harness import meshcee as command
@@ -47,20 +48,26 @@ job = meshcee.Job(
 """
 
 
-def test_a_set_of_a_peer_is_read_beside_it_and_the_run_equals_the_plain_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flags", [(), ("--device-process",)], ids=["in the peer", "in a process"])
+def test_a_set_of_a_peer_is_read_beside_it_and_the_run_equals_the_plain_loop(
+    tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """Its device computes a stage too, in either form."""
     file, job_file = tmp_path / "scans.py", tmp_path / "job.py"
     file.write_text(SET)
     job_file.write_text(JOB)
     with peers(tmp_path / "home", 1) as mesh:
-        mesh.start("hospital", "--dataset", f"scans={file}:make")
+        mesh.start("hospital", "--dataset", f"scans={file}:make", *flags)
         (reader,) = (psutil.Process(int(pid)) for pid in file.with_suffix(".pids").read_text().split())
         hospital = mesh.processes["hospital"].pid
-        done = command("train", str(job_file), "--join", mesh.token, "--json", home=mesh.home)
+        done = command("train", str(job_file), "--stages", "2", "--join", mesh.token, "--json", home=mesh.home)
         assert done.code == 0, done.err[-3000:]
         assert reader.is_running(), "one process reads for as long as the peer runs"
         assert reader.pid != hospital
         assert hospital in [parent.pid for parent in reader.parents()]
         assert file.with_suffix(".pids").read_text().split() == [str(reader.pid)], "nobody else has made the set"
+    (plan,) = [line["plan"] for line in done.lines if "plan" in line]
+    assert len(plan["pipelines"][0]["stages"]) == 2
     losses = [line["report"]["loss"] for line in done.lines if "report" in line]
     job = replace(runpy.run_path(str(job_file))["job"], data=runpy.run_path(str(file))["Scans"]())
     assert losses == meshcee.plain(job).losses
