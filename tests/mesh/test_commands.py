@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -265,7 +266,8 @@ def test_a_loss_that_is_not_finite_exits_with_7(mesh: Peers, tmp_path: Path) -> 
     job = write_job(tmp_path, loss="(out / 0).mean()")
     done = meshcee("train", str(job), "--join", mesh.token, home=mesh.home)
     assert done.code == 7, done.err
-    assert "step 1, micro-batch 1" in done.err
+    # Which one is heard of first depends on the plan: pipelines beside each other compute different ones.
+    assert re.search(r"step 1, micro-batch \d+ is inf; the step was not applied", done.err)
     assert "Traceback" not in done.err
 
 
