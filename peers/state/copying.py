@@ -101,10 +101,11 @@ class Copying:
 
     def hand_over_last(self) -> bool:
         """Another plan goes on from the copies of `ask_last`, which all members still hold. Whether copies outlive this epoch."""
-        if self._keeps and self._last is not None:
-            self._last.handed = True
-            self._whole(self._last)
-        return self._keeps and self._last is not None
+        if not self._keeps or self._last is None:
+            return False
+        self._last.handed = True
+        self._whole(self._last)
+        return True
 
     def late(self, limit_s: float) -> set[str]:
         """Who has computed on behind a copy and has not described it for so long, and some steps. Called after each report."""

@@ -117,16 +117,17 @@ class Passing:
                     stream.abort()
 
     async def dial(self, purpose: str) -> Stream:
-        """A stream from this side to the other process, which sees one of its own peer's."""
+        """A stream from this side to the other process, which sees one of its own peer's. StreamClosed where it has ended."""
         ours, theirs = socket.socketpair()
-        peer = self._transport.peer_id
-        stream = FramedStream(
-            peer, purpose=purpose, limits=self._limits, close_s=self._timeouts.shutdown_s, check=False
-        )
-        with theirs:
+        peer, close_s = self._transport.peer_id, self._timeouts.shutdown_s
+        stream = FramedStream(peer, purpose=purpose, limits=self._limits, close_s=close_s, check=False)
+        with theirs, contextlib.ExitStack() as undone:
+            undone.callback(ours.close)
             await joined(ours, stream)
+            undone.callback(stream.abort)
             self._number += 1
             self._channel.post(Comes(stream=self._number, peer=peer, purpose=purpose), theirs.detach())
+            undone.pop_all()
         return stream
 
     async def _come(self, stream: Stream) -> None:

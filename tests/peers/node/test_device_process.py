@@ -53,7 +53,8 @@ from peers.node.device_process.messages import (
     State,
     first,
 )
-from peers.transport.bridge import GIVES, TAKES, Channel, pair
+from peers.transport import StreamClosed
+from peers.transport.bridge import GIVES, TAKES, Channel, Passing, pair
 from peers.transport.memory import MemoryNetwork
 from tests.peers.member.test_training import make_job
 from tests.peers.owner.test_recovery import FAST
@@ -90,6 +91,18 @@ async def test_a_job_is_trained_as_in_one_process() -> None:
     assert outside.losses == inside.losses
     assert outside.state.keys() == inside.state.keys()
     assert all(torch.equal(tensor, inside.state[name]) for name, tensor in outside.state.items())
+
+
+async def test_nobody_reaches_a_process_that_has_ended() -> None:
+    near, far = pair()
+    channel = Channel(near, (*FROM_DEVICE, *TAKES))
+    async with MemoryNetwork().transport("p0") as transport:
+        how = {"serves": (), "opens": (), "addresses": nowhere, "limits": Limits(), "timeouts": USUAL}
+        passing = Passing(transport, channel, **how)  # type: ignore[arg-type]
+        far.close()
+        channel.close()
+        with pytest.raises(StreamClosed):
+            await passing.dial("inputs")
 
 
 async def test_a_process_signs_the_steps_of_an_audit_with_a_key_that_speaks_for_its_peer(
