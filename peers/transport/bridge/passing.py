@@ -121,13 +121,10 @@ class Passing:
         ours, theirs = socket.socketpair()
         peer, close_s = self._transport.peer_id, self._timeouts.shutdown_s
         stream = FramedStream(peer, purpose=purpose, limits=self._limits, close_s=close_s, check=False)
-        with theirs, contextlib.ExitStack() as undone:
-            undone.callback(ours.close)
+        with theirs:  # once it is closed the stream ends by itself
             await joined(ours, stream)
-            undone.callback(stream.abort)
             self._number += 1
             self._channel.post(Comes(stream=self._number, peer=peer, purpose=purpose), theirs.detach())
-            undone.pop_all()
         return stream
 
     async def _come(self, stream: Stream) -> None:
