@@ -30,14 +30,14 @@ carries out its commands and tells what came of them. The machine knows peers by
     parting       Around    welcome who is back, ask for a plan, or stay where nothing is new        parting, running, collecting
     parting       Called    who answers is back: ask for a plan, or stay where nothing is new        parting, running, collecting
     parting       Found     wait for its members' records                                            parting
-    parting       Seen      tell of the step; go over                                                handing over
+    parting       Seen      tell of the step; go over, or stay where the user stops                  handing over, collecting
     parting       NoPlan    tell that members want to leave; stay                                    running, collecting
     parting       Unseen    tell that members want to leave; stay                                    running, collecting
     epoch         Ended     with a plan to go over to: find the newest state; else the run is over   finding, over
     epoch         Failed    stale: wait for the newer term, plan again; the fourth in a row fails    planning, finding, over
     epoch         Failed    lost, or one member's own: call the roll, after a pause if in vain       calling
     epoch         Failed    a member has lied: take back what was told since its first step, then as for lost  calling
-    epoch         Failed    taken: wait for our turn; after a recovery, as for lost                  turn, calling
+    epoch         Failed    taken or refused: wait for our turn; after another epoch, as for lost    turn, calling
     epoch         Failed    the ninth in vain, or a fault that peers share, or any other: the end    over
     calling       Called    leave out who is missed or got no copies, shun who failed, part who lost each other  finding
     finding       Changed   the newer term is known: find the newest state                           finding
@@ -189,7 +189,7 @@ class Counts:
     """Epochs so far, and how often the run came to the same place again."""
 
     epoch: int = 0
-    recoveries: int = 0  # of all kinds
+    begun: bool = False  # an epoch was left for another one: a refusal is no longer that of a first plan
     stale: int = 0  # plans in a row that were refused as of an old term
     stale_at: int = 0  # steps that were done then
     losses: int = 0  # recoveries in a row without a new step
@@ -338,7 +338,10 @@ class Course:
         assert proposal is not None
         if self.state is State.PARTING:
             assert self._step is not None
-            return [TellLeaving(tuple(sorted(self._step.leaving))), *self._go_over(proposal)]
+            return [
+                TellLeaving(tuple(sorted(self._step.leaving))),
+                *(self._stay() if self.stopping else self._go_over(proposal)),
+            ]
         return [Mark("planned"), *self._meet(proposal)]
 
     def _no_plan(self, error: MeshceeError) -> list[Command]:
@@ -388,7 +391,7 @@ class Course:
         self.state = State.COLLECTING if self.stopping or self.done == self._steps else State.RUNNING
 
     def _better(self, proposal: Proposal | None) -> list[Command]:
-        return self._stay() if proposal is None else self._go_over(proposal)
+        return self._stay() if proposal is None or self.stopping else self._go_over(proposal)
 
     def _stay(self) -> list[Command]:
         self._stay_or_collect()
@@ -421,8 +424,8 @@ class Course:
             self.state = State.OVER
             return [Finish()]
         late = [p for p in following.members if p in event.leaving or p not in event.here]
-        if late:  # they have left, or are about to, since the plan was made
-            self._leave_out(late, event.at)
+        self._leave_out(late, event.at)  # they have left, or are about to, since the plan was made
+        if late:
             self.following = None
         return self._find_states()
 
@@ -452,7 +455,7 @@ class Course:
 
     def _leave_out(self, leaving: Collection[str], at: float) -> None:
         assert self.plan is not None
-        self._counts.recoveries += 1
+        self._counts.begun = True
         self.missing.leave_out(leaving, at)
         self.missing.free = tuple(sorted({*self.plan.members} - self.missing.gone.keys()))
 
@@ -471,11 +474,11 @@ class Course:
             case StaleTermError():  # another coordinator came between planning and offering; nothing has run yet
                 if self._counts.refused(self.done) > REPLANS:
                     return self._fail(error)
-                self.state = State.FINDING if self._counts.recoveries else State.PLANNING
+                self.state = State.FINDING if self._counts.begun else State.PLANNING
                 return [AwaitTerm(self.plan.term)]
             case PeerLostError():
                 return self._lose(error, losses)
-            case PlanError() if self._counts.recoveries:  # somebody else was quicker
+            case PlanError() if self._counts.begun:  # a member could not, or somebody else was quicker
                 self.missing.free = ()
                 return self._lose(PeerLostError(str(error)), losses)
             case PlanError():
@@ -488,7 +491,7 @@ class Course:
     def _lose(self, lost: PeerLostError, losses: Losses) -> list[Command]:
         """Find out who is left, unless going on again and again leads nowhere, or peers have failed alike."""
         assert self.plan is not None
-        self._counts.recoveries += 1
+        self._counts.begun = True
         self._setback = Setback(lost, losses)
         back: list[Command] = []
         if losses.wrong_from is not None:
