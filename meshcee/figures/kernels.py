@@ -14,7 +14,7 @@ from meshcee.figures.profile import DeviceProfile
 from meshcee.figures.versions import Versions
 from meshcee.plan import LeftOut, Plan
 
-__all__ = ["MIXES", "KernelClass", "class_of", "fitting", "remark", "with_classes"]
+__all__ = ["MIXES", "KernelClass", "class_of", "fitting", "remark", "with_classes", "without_threads"]
 
 MIXES = ("none", "devices", "versions")
 
@@ -50,8 +50,13 @@ def class_of(device: DeviceProfile, threads: int = 0) -> KernelClass:
     return KernelClass(device.kind, device.name, build, 0)
 
 
+def without_threads(device: DeviceProfile) -> str:
+    """Its kernel class in words, whatever number of threads a run has."""
+    return str(replace(class_of(device), threads=0))
+
+
 def fitting(
-    devices: Mapping[str, DeviceProfile], mix: str, threads: int, owner: Versions | None
+    devices: Mapping[str, DeviceProfile], mix: str, threads: int, owner: Versions | None, judge: str = ""
 ) -> tuple[dict[str, DeviceProfile], list[LeftOut]]:
     """The devices that a plan may have, and why not the others.
 
@@ -59,6 +64,7 @@ def fitting(
              versions; "versions": all
     threads  of the run; 0: each has its own
     owner    what it runs; None: nobody knows
+    judge    the kernel class, threads aside, of the machine that computes audited steps again; "": no step is audited
     """
     kept: dict[str, DeviceProfile] = {}
     left: list[LeftOut] = []
@@ -69,6 +75,8 @@ def fitting(
         elif mix != "versions" and device.versions is not None:
             why = device.versions.outside() or (device.versions.unlike(owner) if owner is not None else None)
             why = f'it runs {why}; Job(mix="versions") allows it' if why else None
+        if why is None and judge and (own := without_threads(device)) != judge:
+            why = f"it is a {own}, and the job is audited on a {judge}, which cannot compute its steps again"
         if why is None:
             kept[peer] = device
         else:

@@ -10,10 +10,11 @@ from msgspec import Meta
 
 from meshcee.errors import ProtocolError
 from meshcee.fields import Count, NotNegative
-from meshcee.figures.kernels import MIXES
+from meshcee.figures.kernels import MIXES, fitting
 from meshcee.figures.profile import BlockCost, Cores, DeviceProfile, LinkProfile
 from meshcee.figures.timing import MAX_SIZES, BlockTimes
 from meshcee.figures.versions import Versions
+from meshcee.plan import LeftOut
 
 __all__ = ["DEFAULT_LINK", "FEW", "NEXT_TO_NOTHING", "JobCosts", "Measured", "without_links"]
 
@@ -21,6 +22,7 @@ FEW = 32  # peers up to which everybody measures the link to everybody
 
 NEXT_TO_NOTHING = 1e3  # bytes per second: of a link that nothing has crossed lately
 MAX_BLOCKS = 4096
+MAX_CLASS = 200  # letters of a kernel class
 DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet
 
 _Message = Annotated[int, Meta(ge=0, lt=1 << 30)]
@@ -39,7 +41,8 @@ class JobCosts:
     codec  of every boundary, or "auto" or "lossless": as planner/rules.py has it between regions
     feeds  of each raw input the bytes of a sample and the blocks that read it; data_s: that reading a sample takes the owner
     moments  per block: bytes of what the optimizer keeps, and of an average, for each byte of weights in full; (): 2, as AdamW
-    audited  members keep what their last steps began with
+    audited  members keep what their last steps began with; judge: the kernel class that computes their steps again
+    draws  random numbers, as dropout does: a CPU's are not a GPU's, so a plan has devices of one kind
     groups  whether devices of one region may share a stage; direct_sums and clips as the job says
     workspace  of micro-batches of so many samples, what the operators of each block take for a moment; () when nobody looked
     pipelines  whether a plan may have several side by side: no buffer holds statistics of all micro-batches
@@ -65,7 +68,13 @@ class JobCosts:
     data_s: NotNegative = 0.0
     moments: Annotated[tuple[Annotated[float, Meta(ge=0, le=16)], ...], Meta(max_length=MAX_BLOCKS)] = ()
     audited: bool = False
+    judge: Annotated[str, Meta(max_length=MAX_CLASS)] = ""
+    draws: bool = False
     workspace: Annotated[tuple[tuple[Count, tuple[Count, ...]], ...], Meta(max_length=MAX_SIZES)] = ()
+
+    def fitting(self, devices: Mapping[str, DeviceProfile]) -> tuple[dict[str, DeviceProfile], list[LeftOut]]:
+        """The devices that a plan may have, and why not the others."""
+        return fitting(devices, self.mix, self.threads, self.versions, self.judge)
 
     def check(self) -> None:
         """Figures that belong together do; ProtocolError otherwise. Each by itself has been read."""

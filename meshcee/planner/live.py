@@ -27,10 +27,9 @@ from meshcee.figures import (
     Workload,
     as_run,
     class_of,
-    fitting,
     with_classes,
 )
-from meshcee.plan import Plan
+from meshcee.plan import LeftOut, Plan
 from meshcee.planner.regions import cluster_of
 from meshcee.planner.rules import OF_ADAMW, between, copies_factor, shortages
 from meshcee.planner.search import Choice, Effort, Question, Runs, plans
@@ -139,22 +138,34 @@ def choose(
     mesh: Measured, job: JobCosts, stages: int | None = None, effort: Effort | None = None
 ) -> tuple[Choice, Cluster, Workload]:
     """The best plans that the members can run, and what they were made from; of devices that may be put together."""
-    fitting_devices, left_out = fitting(mesh.devices, job.mix, job.threads, job.versions)
-    if mesh.devices and not fitting_devices:
+    devices, left_out = job.fitting(mesh.devices)
+    if mesh.devices and not devices:
         raise PlanError(
             f"no device of the mesh can take part in this job: {left_out[0].peer} cannot, as {left_out[0].why}"
         )
-    mesh = replace(mesh, devices=fitting_devices)
-    try:
-        choice, cluster, workload = _with_room(mesh, job, stages, effort)
-    except PlanError as error:
-        if not left_out:
-            raise
-        why = "; ".join(f"{left.peer} is left out: {left.why}" for left in left_out)
-        raise PlanError(f"{error}; {why}") from error
-    best, *others = (with_classes(plan, mesh.devices, job.threads) for plan in (choice.best, *choice.runners_up))
+    found, refused = [], []
+    for kind, own in _by_kind(devices).items() if job.draws else [("", devices)]:
+        try:
+            found.append((kind, *_with_room(replace(mesh, devices=own), job, stages, effort)))
+        except PlanError as error:
+            refused.append(error)
+    if not found:
+        why = "; ".join([str(refused[0]), *(f"{left.peer} is left out: {left.why}" for left in left_out)])
+        raise PlanError(why) from refused[0]
+    kind, choice, cluster, workload = min(found, key=lambda x: period_s(x[1].best, x[2], x[3]))
+    if kind:
+        why = f"the job draws random numbers (dropout), and its plan has devices of one kind: {kind}"
+        left_out += [LeftOut(peer, why) for peer, device in devices.items() if device.kind != kind]
+    best, *others = (with_classes(plan, devices, job.threads) for plan in (choice.best, *choice.runners_up))
     best = replace(best, left_out=(*best.left_out, *left_out))
     return Choice(best, others, choice.single), cluster, workload
+
+
+def _by_kind(devices: Mapping[str, DeviceProfile]) -> dict[str, dict[str, DeviceProfile]]:
+    kinds: dict[str, dict[str, DeviceProfile]] = {}
+    for peer, device in devices.items():
+        kinds.setdefault(device.kind, {})[peer] = device
+    return kinds
 
 
 def _with_room(
@@ -259,8 +270,11 @@ def _question(mesh: Measured, job: JobCosts, stages: int | None, tiers: int) -> 
 
 def question_of(plan: Plan, mesh: Measured, job: JobCosts, stages: int | None = None) -> Question:
     """The question that such a plan answers, with as much room for copies of the state as the plan leaves."""
-    fitting_devices, _ = fitting(mesh.devices, job.mix, job.threads, job.versions)
-    mesh = replace(mesh, devices=fitting_devices)
+    devices, _ = job.fitting(mesh.devices)
+    if job.draws:
+        kinds = {devices[peer].kind for peer in plan.peers if peer in devices}
+        devices = {peer: device for peer, device in devices.items() if device.kind in kinds}
+    mesh = replace(mesh, devices=devices)
     bare = _question(mesh, job, stages, 0)
     for tiers in range(_tiers(plan, bare.cluster), 0, -1):
         if has_room_for_copies(plan, mesh.devices, job, tiers):

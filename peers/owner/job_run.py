@@ -477,11 +477,16 @@ class Training:
             self._devices = {peer: self._agent.device_of(peer) for peer in plan.peers}
         except PeerLostError as error:
             return moves.Failed(error)
-        if self._job.audit:
-            from peers.owner.audit import check_judges
+        try:
+            if self._job.audit:
+                from peers.owner.audit import check_judges
 
-            check_judges(plan, self._devices, self._agent.names())
-        check_generators(captured.train, plan, {peer: device.kind for peer, device in self._devices.items()})
+                check_judges(plan, self._devices, self._agent.names())
+            check_generators(captured.train, plan, {peer: device.kind for peer, device in self._devices.items()})
+        except (UsageError, PlanError) as error:
+            if self.owner is None:
+                raise
+            return moves.Failed(PeerLostError(str(error)))  # another plan may do: the run has trained with one before
         return moves.Met()
 
     async def _offer(self, going: course.Course, planned: Planned, number: int) -> moves.Ended | moves.Failed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -113,16 +114,18 @@ class Telling:
 def once(call: Callable[[], None]) -> Callable[[], None]:
     """It runs at the first call alone: who waits for its thread may be interrupted, and the thread is not.
 
-    An error comes at each call. A step that a callback has failed in is so never told of, and a resumed run tells it again.
+    A second call waits for the first, so that no two calls of the user's run beside each other. An error comes at each call. A step
+    that a callback has failed in is so never told of, and a resumed run tells it again.
     """
-    waiting, errors = [call], list[Exception]()
+    waiting, errors, running = [call], list[Exception](), threading.Lock()
 
     def run() -> None:
-        while waiting:
-            try:
-                waiting.pop()()
-            except Exception as error:
-                errors.append(error)
+        with running:
+            while waiting:
+                try:
+                    waiting.pop()()
+                except Exception as error:
+                    errors.append(error)
         if errors:
             raise errors[0]
 

@@ -19,7 +19,7 @@ from msgspec import Meta
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PlanError, ProtocolError
 from meshcee.events import Event
 from meshcee.fields import plain, read, unpack
-from meshcee.figures import BlockTimes, DeviceProfile, JobCosts, LinkProfile, Measured, fitting, without_links
+from meshcee.figures import BlockTimes, DeviceProfile, JobCosts, LinkProfile, Measured, without_links
 from meshcee.job import CODEC_CHOICES
 from meshcee.plan import LeftOut, Plan, Term
 from peers.mesh_view import MeshView
@@ -107,7 +107,8 @@ class PlanRequest:
         stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
         codecs = {codec for stage in stages for codec in (stage.codec_out, stage.codec_back)}
         counts = {len(pipeline.stages) for pipeline in plan.pipelines}
-        _, unfit = fitting(members, job.mix, job.threads, job.versions)
+        _, unfit = job.fitting(members)
+        kinds = {device.kind for device in members.values()}
         found = (
             (plan.num_blocks != len(job.blocks), f"it has {plan.num_blocks} blocks, not {len(job.blocks)}"),
             (plan.global_batch != job.batch_size, f"it takes {plan.global_batch} samples a step, not {job.batch_size}"),
@@ -119,6 +120,7 @@ class PlanRequest:
                 not codecs <= LEFT_TO_PLANNER.get(job.codec, {"none", job.codec}),
                 f"it has {', '.join(sorted(codecs))} for {job.codec}",
             ),
+            (job.draws and len(kinds) > 1, "it draws random numbers on unlike devices"),
             (plan.threads != job.threads, f"it computes with {plan.threads} threads, not {job.threads}"),
             (not {*plan.peers}.isdisjoint(self.without), "it has peers that were just missed"),
             *((True, f"it has peer {one.peer}, and {one.why}") for one in unfit),

@@ -21,12 +21,13 @@ from meshcee.capture import Capture, Program, encode_program
 from meshcee.capture.graph import alike, tied
 from meshcee.errors import MeshceeError, ProtocolError
 from meshcee.fields import unpack
-from meshcee.figures import MAX_SIZES, BlockTimes, DeviceProfile, JobCosts, as_run, fitting
+from meshcee.figures import MAX_SIZES, BlockTimes, DeviceProfile, JobCosts, as_run
+from meshcee.figures.kernels import KernelClass
 from meshcee.job import Job
 from meshcee.sampling import data as data_rules
 from meshcee.sampling import probes
 from meshcee.stage import optimizer_layout, why_one_pipeline
-from peers.device import versions
+from peers.device import capability, versions
 from peers.mesh_view import MeshView
 from peers.transport import Frame, StreamClosed
 from peers.wire import SLOWEST_BYTES_PER_S, messages
@@ -74,6 +75,8 @@ def costs_of(job: Job, captured: Capture, plans: bool = True) -> JobCosts:
         feeds=_feeds(captured),
         moments=_moments(job, captured),
         audited=job.audit > 0,
+        judge=str(KernelClass("cpu", capability(), versions().torch, 0)) if job.audit else "",
+        draws=program.uses_random,
         workspace=_workspaces(job, captured, like) if plans else (),
     )
 
@@ -122,7 +125,7 @@ async def profile(
     agent: MeshView, job: Job, captured: Capture, costs: JobCosts, most: Mapping[str, int] | None = None
 ) -> dict[str, BlockTimes]:
     """Times of the job's blocks on the idle devices that answered; warns of those that did not. `most`: as `look` found it."""
-    devices, _ = fitting(as_run(agent.devices(), costs.threads), costs.mix, costs.threads, costs.versions)
+    devices, _ = costs.fitting(as_run(agent.devices(), costs.threads))
     asked = whom_to_ask(devices)
     data = await asyncio.to_thread(encode_program, captured.train)
     largest = (await asyncio.to_thread(look, job, captured))[0] if most is None else most

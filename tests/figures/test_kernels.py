@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshcee.errors import PlanError
-from meshcee.figures.kernels import class_of, fitting, remark, with_classes
+from meshcee.figures.kernels import class_of, fitting, remark, with_classes, without_threads
 from meshcee.figures.measured import JobCosts, Measured
 from meshcee.figures.profile import BlockCost, DeviceProfile
 from meshcee.figures.versions import PYTHON_FROM, TORCH_BELOW, TORCH_FROM, Versions
@@ -101,3 +101,10 @@ def test_the_supported_range_is_the_packages() -> None:
     assert OURS.outside() is None
     assert "Python 3.10.2" in str(replace(OURS, python="3.10.2").outside())
     assert "torch nightly" in str(replace(OURS, torch="nightly").outside())
+
+
+def test_an_audited_job_has_devices_whose_steps_its_owner_can_compute_again() -> None:
+    devices = {"a": CPU, "b": OTHER, "c": GPU, "d": replace(CPU, threads=1)}
+    kept, left = fitting(devices, "devices", 1, OURS, judge=without_threads(CPU))
+    assert list(kept) == ["a", "d"]  # how many threads a CPU has by itself is not how many a run has
+    assert {x.peer for x in left if "cannot compute its steps again" in x.why} == {"b", "c"}

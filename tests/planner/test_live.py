@@ -15,7 +15,16 @@ from meshcee.figures.measured import Measured
 from meshcee.figures.profile import BlockCost, DeviceProfile, LinkProfile
 from meshcee.figures.timing import BlockTimes
 from meshcee.plan import Member, Pipeline, Plan, Stage
-from meshcee.planner.live import NO_FAR_ROOM, NO_ROOM, STEPS_SHARE, choose, has_room_for_copies, plan_job, situation
+from meshcee.planner.live import (
+    NO_FAR_ROOM,
+    NO_ROOM,
+    STEPS_SHARE,
+    choose,
+    has_room_for_copies,
+    plan_job,
+    question_of,
+    situation,
+)
 from meshcee.planner.rules import needs, shortages
 from meshcee.planner.search import Effort
 from meshcee.planner.steady import NEARLY
@@ -374,3 +383,35 @@ def test_the_first_stage_lies_where_the_owner_can_feed_it() -> None:
         both = plan(replace(mesh, feeds={near: poor, far: poor}), job, 2)
         assert both.predicted is not None
         assert both.predicted.step_s == pytest.approx(16.0, rel=0.001)
+
+
+def on_gpus(*peers: str, memory_bytes: int = 10**9) -> dict[str, DeviceProfile]:
+    """DEVICES, some of them GPUs that are ten times as fast."""
+    return DEVICES | {
+        p: replace(DEVICES[p], kind="cuda", memory_bytes=memory_bytes, speed_flops_per_s=1e11) for p in peers
+    }
+
+
+def test_a_model_that_draws_is_planned_on_devices_of_one_kind() -> None:
+    """A CPU's random numbers are not a GPU's; who draws none may have both."""
+    crowded = [replace(cost, flops=1e9) for cost in COSTS]
+    job = replace(JOB, blocks=crowded)
+    gpus = on_gpus("c", "d")
+    found = plan(measured(gpus), replace(job, draws=True))
+    assert {gpus[p].kind for p in found.peers} == {"cuda"}
+    assert {x.peer for x in found.left_out if "random numbers" in x.why} == {"a", "b", "e"}
+
+
+def test_where_the_faster_kind_cannot_hold_a_model_that_draws_the_other_one_does() -> None:
+    found = plan(measured(on_gpus("c", memory_bytes=2 * 10**6)), replace(JOB, draws=True))
+    assert "c" not in found.peers
+    with pytest.raises(PlanError):
+        plan(measured({p: replace(d, memory_bytes=10) for p, d in on_gpus("c").items()}), replace(JOB, draws=True))
+
+
+def test_a_running_plan_that_draws_is_held_against_plans_of_its_own_kind() -> None:
+    cpus = {p: device for p, device in DEVICES.items() if p != "c"}
+    on_cpus = plan(measured(cpus), replace(JOB, draws=True))
+    question = question_of(on_cpus, measured(on_gpus("c")), replace(JOB, draws=True))
+    assert "c" not in question.cluster.devices
+    assert "c" in question_of(on_cpus, measured(on_gpus("c")), JOB).cluster.devices

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
+
+import pytest
 
 from peers.owner.result import Telling, once
 
@@ -43,3 +47,24 @@ async def test_what_was_interrupted_is_gone_on_with_and_nothing_is_done_twice() 
     await telling.go_on()
     assert reports.empty()
     assert done == ["heard"]
+
+
+def test_a_second_call_waits_for_the_first_and_has_its_error() -> None:
+    """An epoch ends while a callback runs; what comes next must not run beside it, nor the step be told of as heard."""
+    begun, events = threading.Event(), list[str]()
+
+    def listener() -> None:
+        begun.set()
+        time.sleep(0.2)
+        events.append("heard")
+        raise ValueError("no room for figures")
+
+    hear = once(listener)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(hear)
+        assert begun.wait(10)
+        with pytest.raises(ValueError, match="no room for figures"):
+            hear()
+        events.append("second call over")
+        assert isinstance(first.exception(), ValueError)
+    assert events == ["heard", "second call over"]
