@@ -1,9 +1,12 @@
 """How many of a step's micro-batches each pipeline has next, from how long its last ones took.
 
 The idea: sums go down the pipelines in the order of the micro-batches, so who has how many changes no number. The shares travel
-with each step and may differ in every one: no epoch, no hand-over. A pipeline of s stages takes (n + s - 1) paces for n
-micro-batches, as the first one passes all stages alone. Each micro-batch goes to who would be done with it first. Shares change
-only where that gains more than the paces vary by themselves.
+with each step and may differ in every one: no epoch, no hand-over. Each micro-batch goes to who would be done with it first. Shares
+change only where that gains more than the paces vary by themselves.
+
+A pipeline of s stages takes (n + s - 1) paces for n micro-batches, as the first one passes all stages alone. Where that passage
+overlaps with the step before, it takes fewer: two steps with unlike shares tell how many. Who did not learn that would think that
+each change gains, and shares would swing for ever.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ __all__ = ["Shares"]
 LEAST_GAIN = 0.04  # of a step
 VARIES = 2.0  # times what paces have varied between two steps
 FORGETS = 0.8  # of how much they varied, each step
+CLOSE = 0.5  # micro-batches, by which a first passage may seem shorter or longer than it can be
 
 
 class Shares:
@@ -27,8 +31,12 @@ class Shares:
 
     def __init__(self, plan: Plan, most: Sequence[int] = ()) -> None:
         self.counts = tuple(p.num_micro for p in plan.pipelines)
-        self._fill = tuple(len(p.stages) - 1 for p in plan.pipelines)
+        self._fill: list[float] = [len(p.stages) - 1 for p in plan.pipelines]  # paces of the first passage
+        self._most_fill = tuple(self._fill)
         self._most = tuple(max(n, most[i] if i < len(most) else 0) for i, n in enumerate(self.counts))
+        self._heard: tuple[
+            tuple[int, float], ...
+        ] = ()  # of each pipeline its micro-batches in the last step, and its seconds
         self._paces: tuple[float, ...] = ()
         self._noise = 0.0
 
@@ -39,15 +47,27 @@ class Shares:
         """
         if any(s <= 0 for s in seconds):
             return False
+        self._learn(tuple(zip(counts, seconds)))
         before, self._paces = self._paces, tuple(s / (n + c) for s, n, c in zip(seconds, counts, self._fill))
         varied = max((abs(a - b) / b for a, b in zip(self._paces, before)), default=0.0)
         least = max(LEAST_GAIN, VARIES * self._noise)
         self._noise = max(FORGETS * self._noise, min(varied, LEAST_GAIN))  # a jump is news, not noise
+        if not before:  # the first step loads what later ones have: it tells of nobody's pace
+            return False
         best = self._best()
         if self._ends_s(best) >= (1 - least) * self._ends_s(self.counts):
             return False
         self.counts = best
         return True
+
+    def _learn(self, heard: tuple[tuple[int, float], ...]) -> None:
+        """What the first passage takes, where a pipeline had more micro-batches and took longer, or fewer and less."""
+        for i, ((n, s), (had, took)) in enumerate(zip(heard, self._heard)):
+            if (n - had) * (s - took) > 0:
+                fill, most = (took * n - s * had) / (s - took), self._most_fill[i]
+                if -CLOSE < fill < most + CLOSE:  # else its pace has changed as well
+                    self._fill[i] = min(max(0.0, fill), most)
+        self._heard = heard
 
     def _ends_s(self, counts: Sequence[int]) -> float:
         return max(pace * (n + c) for pace, n, c in zip(self._paces, counts, self._fill))
