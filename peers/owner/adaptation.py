@@ -150,6 +150,9 @@ class Adaptation:
         self._feeding = Feeding(request.feeds, request.job.data_s * request.job.batch_size)
         self._paces = Paces()
         self._plan = plan
+        self._change: Change | None = (
+            None  # to the plan that comes next or runs, until its steps have told what it gained
+        )
         self._adapter: Adapter | None = None  # none is needed while nothing has changed
         self._shifts: list[Shift] = []
         self._search_at_s = self._probes_at_s = self._sound_at_s = -math.inf
@@ -175,6 +178,8 @@ class Adaptation:
         if self._adapter is None or self._adapter.plan is not plan:
             return False
         self._plan = plan
+        if self._change is not None:
+            self._changes.append(self._change)
         self._begin(since_s)
         self._senses.restart()
         self._feeding.restart()
@@ -194,8 +199,8 @@ class Adaptation:
         if len(self._steps_s) == LASTING_STEPS and self._pauses == 1:
             # Moments that came behind its micro-batches held the first one up.
             self._changing_s += max(0.0, self._steps_s[0] - recent_s)
-        if self._changes and self._changes[-1].after_s is None and len(self._steps_s) > LASTING_STEPS:
-            change = self._changes[-1]
+        if self._change is not None and len(self._steps_s) > LASTING_STEPS:
+            change, self._change = self._change, None
             change.after_s = recent_s
             log.info(Event.PLAN_CHANGED, gain=round(change.before_s / recent_s, 2), step_s=round(recent_s, 3))
         left_s = (report.steps - report.step - 1) * recent_s
@@ -212,9 +217,8 @@ class Adaptation:
                 log.info(Event.PLAN_STAYS_TO_THE_END, **self._told(decision))
             return None
         told = self._told(decision)
-        self._changes.append(
-            Change(report.step, told["cause"], told["level"], len(decision.step_s), decision.gain, recent_s)
-        )
+        considered = len(decision.step_s)
+        self._change = Change(report.step, told["cause"], told["level"], considered, decision.gain, recent_s)
         log.warning(Event.PLAN_CHANGES, **told)
         return decision.plan
 

@@ -247,6 +247,9 @@ class Draft:
             return self._finish(state, frozen, about)
 
     def _finish(self, state: Mapping[str, torch.Tensor], frozen: Layout, about: Mapping[str, Any]) -> Checkpoint:
+        if self not in self._store.drafts:
+            self.discard()
+            raise CheckpointError(f"the state after {self.next_step} steps was taken back while it was written")
         if frozen:
             self._frozen(state, frozen)
         data = {"format": FORMAT, "next_step": self.next_step, **self._store.about, **about, "files": self._files}
@@ -260,6 +263,7 @@ class Draft:
             disk.move(place, before)
         disk.move(self.folder, place)
         self._store.taken_back.discard(place)
+        self._store.drafts.discard(self)
         disk.sync_folder(self._store.folder)
         if before.exists():
             _remove(before)
@@ -272,6 +276,7 @@ class Draft:
 
     def discard(self) -> None:
         # A disk that cannot be written; who resumes the run clears it away.
+        self._store.drafts.discard(self)
         with self._lock, contextlib.suppress(OSError):
             for writer in self._writers:
                 writer.abort()
@@ -325,6 +330,7 @@ class CheckpointStore:
         self.lock = threading.Lock()  # a checkpoint that is being completed when its epoch ends is completed first
         self.place: Callable[[int], Mapping[str, Any]] = lambda step: {}  # of the data before a step
         self.taken_back: set[Path] = set()  # whose steps count no more; a disk that cannot be written still has them
+        self.drafts: set[Draft] = set()  # that may be finished
         self.pinned = 0  # the step of one that outlives newer ones, too
         self.spares: Callable[[Sequence[int]], int | None] = lambda steps: None  # which of these outlives newer ones
 
@@ -358,7 +364,7 @@ class CheckpointStore:
         }
         store = cls(folder, about, rely)
         if before is not None:
-            store.lock, store.taken_back = before.lock, before.taken_back
+            store.lock, store.taken_back, store.drafts = before.lock, before.taken_back, before.drafts
         return store
 
     def complete(self) -> list[Checkpoint]:
@@ -390,6 +396,7 @@ class CheckpointStore:
     def take_back(self, step: int) -> None:
         """What was written later counts no more: it is removed at once, or as soon as the disk lets it."""
         with self.lock:
+            self.drafts -= {draft for draft in self.drafts if draft.next_step > step}
             self.taken_back |= {later.folder for later in self.list_complete() if later.next_step > step}
             self.let_go()
 
@@ -404,7 +411,9 @@ class CheckpointStore:
     def draft(self, next_step: int) -> Draft:
         with self.lock:
             self.let_go()
-            return Draft(self, next_step)
+            draft = Draft(self, next_step)
+            self.drafts.add(draft)
+            return draft
 
 
 _drafts = itertools.count()

@@ -192,9 +192,10 @@ class _Journal:
         self.reports = _Reports()
         self._coming: dict[str, bytearray] = {}
 
-    @property
-    def held_bytes(self) -> int:
-        return self.reports.held_bytes + sum(map(len, [*self.files.values(), *self._coming.values()]))
+    def held(self) -> dict[int, int]:
+        """Bytes of each part by its identity: what is sealed may be what is here still."""
+        parts = {id(data): len(data) for data in (*self.files.values(), *self._coming.values())}
+        return parts | {id(self.reports): self.reports.held_bytes}
 
     def take(self, frame: Frame, room: int) -> None:
         """`room`: how many bytes more may be held. Raises ProtocolError for what is no next part of a journal."""
@@ -203,7 +204,7 @@ class _Journal:
         run = need(header, "run", str)
         if name not in FILES or not 0 <= at <= at + len(data) <= size or self.run not in ("", run):
             raise ProtocolError("an owner sent a file that no journal has")
-        if (size if name != REPORTS else len(data)) > room:
+        if (size - at if name != REPORTS else len(data)) > room:
             raise ProtocolError("an owner's journal has more bytes than this peer keeps")
         self.run = run
         if name == REPORTS:
@@ -237,6 +238,10 @@ class KeptJournal:
     @property
     def is_live(self) -> bool:
         return self.until_s == math.inf
+
+    def held(self) -> dict[int, int]:
+        """As of a journal."""
+        return {id(data): len(data) for data in self.files.values()} | {id(self.reports): self.reports.held_bytes}
 
     def chunks(self, name: str) -> Iterator[bytes]:
         size = self.seal.files[name][0]
@@ -279,8 +284,10 @@ class Shelf:
         """What may still be held; journals whose owner is gone make room for one that grows, oldest first."""
         self._sweep()
         while True:
-            journals = {id(j): j for j in [*self.arriving, *(kept.journal for kept in self.sealed.values())]}
-            room = MOST_BYTES - sum(journal.held_bytes for journal in journals.values())
+            held: dict[int, int] = {}
+            for of in (*self.arriving, *self.sealed.values()):
+                held |= of.held()
+            room = MOST_BYTES - sum(held.values())
             gone = next((run for run, kept in self.sealed.items() if not kept.is_live), None)
             if room >= CHUNK_BYTES or gone is None:
                 return room

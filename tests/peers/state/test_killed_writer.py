@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshcee.errors import CheckpointError
 from meshcee.files import disk
 from meshcee.files.disk import Disk
 from meshcee.files.tensor_files import byte_view, head_of
@@ -228,3 +229,16 @@ def test_what_is_taken_back_counts_no_more_though_the_disk_still_has_it(tmp_path
         check(write(again, 6))
         assert [c.next_step for c in again.complete()] == [6, 3]
         assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_is_written_while_its_steps_are_taken_back_never_counts(tmp_path: Path) -> None:
+    """A thread outlives its epoch: where it waited for the place in the data, a liar's state became the newest checkpoint."""
+    store = store_in(tmp_path)
+    write(store, 3)
+    draft = drafted(store, 6)
+    with disk.using(NoPlatter()):
+        store_in(tmp_path, before=store).take_back(3)
+        with pytest.raises(CheckpointError, match="taken back"):
+            draft.finish(FIXED, {"fixed": (torch.float32, (3,))}, plan={})
+    assert [c.next_step for c in store.complete()] == [3]
+    assert len(list(tmp_path.iterdir())) == 1

@@ -7,6 +7,7 @@ import contextlib
 import gc
 import hashlib
 import json
+import random
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def test_reports_are_packed_and_come_out_as_they_went_in(tmp_path: Path) -> None
 
     async def test(mesh: Mesh) -> None:
         stream = await mesh.keep(mesh.a, files)
-        assert mesh.a.shelf.sealed[RUN].journal.held_bytes < len(files[REPORTS]) / 2 + CHUNK_BYTES
+        assert sum(mesh.a.shelf.sealed[RUN].held().values()) < len(files[REPORTS]) / 2 + CHUNK_BYTES
         more = files[REPORTS] + b'{"step": 60000, "loss": 1.0}\n'
         at = len(files[REPORTS])
         header = {"run": RUN, "name": REPORTS, "at": at, "size": len(more)}
@@ -251,6 +252,29 @@ def test_a_peer_keeps_so_many_bytes_and_journals(tmp_path: Path) -> None:
         with pytest.raises(StreamClosed):
             await streams[-1].recv()
         assert len(mesh.b.shelf.arriving) == MOST_RUNS
+
+    on_a_mesh(tmp_path, test)
+
+
+def test_what_was_sealed_counts_though_its_owner_begins_anew(tmp_path: Path) -> None:
+    async def test(mesh: Mesh) -> None:
+        noise = random.Random(0).randbytes(CHUNK_BYTES)
+        files = {**files_of(1), REPORTS: 2 * noise}
+        with mock.patch.object(shelf, "MOST_BYTES", 4 * CHUNK_BYTES):
+            stream = await mesh.keep(mesh.a, files)
+            with contextlib.suppress(StreamClosed):
+                for frame in frames_of({REPORTS: 3 * noise}):
+                    await stream.send(frame)
+            await asyncio.sleep(1)
+            assert mesh.a.shelf.arriving == []  # refused
+
+    on_a_mesh(tmp_path, test)
+
+
+def test_a_file_of_more_than_half_of_the_room_is_kept(tmp_path: Path) -> None:
+    async def test(mesh: Mesh) -> None:
+        with mock.patch.object(shelf, "MOST_BYTES", 4 * CHUNK_BYTES):
+            await mesh.keep(mesh.a, {**files_of(1), COPIES: bytes(3 * CHUNK_BYTES)})
 
     on_a_mesh(tmp_path, test)
 
