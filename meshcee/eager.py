@@ -32,11 +32,13 @@ from meshcee.job import At, Job, seeded
 from meshcee.sampling import collated, source_of
 
 __all__ = [
+    "HALVES",
     "Plain",
     "PlainStep",
     "compute_in_full",
     "give_memory",
     "halve",
+    "in_full",
     "on_loan",
     "outermost",
     "plain",
@@ -114,6 +116,8 @@ def plain_steps(job: Job, steps: int | None = None, micro_batch: int | None = No
 
 
 def _trained(job: Job, model: nn.Module, steps: int, micro_batch: int) -> Iterator[PlainStep]:
+    if job.precision == "bf16":
+        widen(model)
     if job.weights is not None:
         # Not strict: of tied weights a checkpoint holds one name. Whether it fits is for capture to say.
         model.load_state_dict(dict(Checkpoint.at(job.weights)), strict=False)
@@ -228,6 +232,20 @@ def _copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in left})
 
 
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def widen(model: nn.Module) -> nn.Module:
+    """Its half-precision tensors in fp32: what a job in bf16 has as masters, whatever its checkpoint was saved in."""
+    if any(t.dtype in HALVES for t in (*model.parameters(), *model.buffers())):
+        model._apply(in_full)  # type: ignore[no-untyped-call]
+    return model
+
+
+def in_full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALVES else tensor
+
+
 def halve(model: nn.Module, keep_fp32: Sequence[str] = ()) -> None:
     """Round the model to bf16, as `model.bfloat16()` does, but for what is kept in full."""
     kept = outermost(model, keep_fp32)
@@ -235,6 +253,8 @@ def halve(model: nn.Module, keep_fp32: Sequence[str] = ()) -> None:
         model.bfloat16()  # also where a module of the user's has an `_apply` of its own
         return
     inside = {module for one in kept for module in one.modules()}
+    for one in kept:
+        widen(one)
     for module in model.modules():
         if module not in inside:
             module._apply(  # type: ignore[no-untyped-call]

@@ -56,7 +56,7 @@ from meshcee.capture.graph import (
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.config import Limits
-from meshcee.eager import compute_in_full, give_memory, halve, on_loan, outermost, put_others
+from meshcee.eager import HALVES, compute_in_full, give_memory, halve, in_full, on_loan, outermost, put_others
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
 from meshcee.events import Event
 from meshcee.figures import BlockCost
@@ -245,10 +245,20 @@ def _as_in_eager() -> Iterator[None]:
             setattr(torch.compiler, flag, value)
 
 
-def _constructed(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Any]:
+def _constructed(job: Job) -> tuple[nn.Module, Any]:
     from meshcee.capture.recipes import construct
 
-    return construct(factory, seed)
+    def built() -> nn.Module:
+        model = job.model()  # type: ignore[operator]
+        if (
+            job.precision == "bf16"
+            and isinstance(model, nn.Module)
+            and any(t.dtype in HALVES for _, t in _entries(model))
+        ):
+            put_others(model, lambda t: in_full(t.detach()))  # torch cannot convert modules of fake tensors
+        return model
+
+    return construct(built, job.seed)
 
 
 @generators_put_back()  # forward may seed or draw, and so may the function that builds the model
@@ -259,11 +269,12 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     start_s = time.perf_counter()
     refuse_settings()
     teach_shapes()
-    model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else _constructed(job.model, job.seed)
+    model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else _constructed(job)
     refuse_modules(model, job.loss)
     _warn_of_idle_dropout(model)
     names, aliases = _names(model)
-    tensors = {n: t.detach() for n, t in _entries(model) if n not in aliases}
+    full = in_full if job.precision == "bf16" else torch.Tensor.detach
+    tensors = {n: full(t.detach()) for n, t in _entries(model) if n not in aliases}
     elsewhere = sorted({t.device.type for t in tensors.values()} - {"cpu"})
     if elsewhere and recorder is None:
         raise UsageError(f"the model is on {elsewhere[0]}; give it on the CPU: model.cpu()")

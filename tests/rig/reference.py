@@ -85,6 +85,8 @@ def built(job: Job, in_place: bool) -> nn.Module:
     else:
         torch.manual_seed(job.seed)
         model = job.model()
+    if job.precision == "bf16" and any(t.dtype in (torch.bfloat16, torch.float16) for t in model.state_dict().values()):
+        model.float()  # what a checkpoint saved in 16 bits has for masters
     if job.weights is not None:
         files = sorted(Path(job.weights).glob("*.safetensors")) if Path(job.weights).is_dir() else [Path(job.weights)]
         loaded = {n: t for file in files for n, t in safetensors.torch.load_file(file).items()}

@@ -204,6 +204,31 @@ async def test_bf16_equals_the_eager_loop_with_fp32_masters(
         assert torch.equal(tensor, expected.state[name]), name
 
 
+@pytest.mark.parametrize("form", ["module", "function", "checkpoint"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+async def test_a_model_whose_checkpoint_is_in_16_bits_has_fp32_masters(
+    dtype: torch.dtype, form: str, tmp_path: Path
+) -> None:
+    """As from_pretrained loads most language models today."""
+
+    def build() -> nn.Module:
+        return Net().to(dtype)
+
+    torch.manual_seed(0)
+    changes: dict[str, object] = {"model": build if form == "function" else build()}
+    if form == "checkpoint":  # in full: nothing of it is rounded on the way
+        torch.manual_seed(1)
+        save(tmp_path / "model.safetensors", {n: t for n, t in Net().state_dict().items() if n != "head.weight"})
+        changes["weights"] = tmp_path / "model.safetensors"
+    job = make_job(precision="bf16", keep_fp32=("*Norm?d",), micro_batch_size=6, **changes)
+    trained = await train(job, 2, 6)
+    expected = reference(job)
+    assert trained.losses == [sum(float(loss) * (6 / 24) for loss in step) for step in expected.losses]
+    for name, tensor in trained.state.items():
+        assert torch.equal(tensor, expected.state[name]), name
+    assert trained.losses == plain(job, 5, 6).losses
+
+
 async def test_micro_batches_are_weighed_by_the_jobs_own_weights() -> None:
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(output, target, ignore_index=3)
