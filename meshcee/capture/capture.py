@@ -268,7 +268,8 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     if elsewhere and recorder is None:
         raise UsageError(f"the model is on {elsewhere[0]}; give it on the CPU: model.cpu()")
     layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
-    job.optimizer.check({names[n]: p.dtype for n, p in model.named_parameters() if p.requires_grad})
+    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+    job.optimizer.check({names[n]: p.dtype for n, p in model.named_parameters() if p.requires_grad}, frozen, aliases)
     persistent = dict.fromkeys(n for n in model.state_dict(keep_vars=True) if n in names)
     state: Mapping[str, torch.Tensor] = InitialState(tensors, recorder) if recorder else tensors
     if job.weights is not None:
