@@ -71,6 +71,7 @@ class Trainer:
             raise UsageError("model is an nn.Module: write Trainer(model=AutoModelFor....from_pretrained(...), ...)")
         if join is not None and local is not None:
             raise UsageError("join= and local= exclude each other: leave one out")
+        _refuse_elsewhere(model)
         self.args = library.TrainingArguments(output_dir="tmp_trainer") if args is None else args
         arguments.check(self.args)
         _take_trls_head_off(model)
@@ -413,6 +414,15 @@ def _refuse_overridden(kind: type) -> None:
             f"{kind.__name__}.{unheard[0]} would never be called: put the loss into the model's own forward, and the data into "
             "the dataset; or use meshcee.Job"
         )
+
+
+def _refuse_elsewhere(model: nn.Module) -> None:
+    """Before anything calls the model: inputs are on the CPU."""
+    found = sorted({tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu"})
+    if found:
+        mapped = "meta" in found or hasattr(model, "hf_device_map")
+        do = "leave device_map out of from_pretrained" if mapped else "write model.cpu()"
+        raise UsageError(f"the model is on {found[0]}; give it on the CPU: {do}")
 
 
 def _take_trls_head_off(model: nn.Module) -> None:

@@ -280,6 +280,13 @@ def test_a_model_without_a_loss_is_refused_with_what_to_write(tmp_path: Path) ->
         trainer.train()
 
 
+def test_a_model_elsewhere_is_refused_before_it_is_called(tmp_path: Path) -> None:
+    """As on a GPU, where inputs on the CPU would meet its weights."""
+    model = llama().to("meta")
+    with pytest.raises(UsageError, match=r"the model is on meta; give it on the CPU: leave device_map out"):
+        Trainer(model, arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=texts(8))
+
+
 def test_an_evaluation_of_another_length_is_refused_before_the_start(tmp_path: Path) -> None:
     short = [{name: text[name][:5] for name in ("input_ids", "attention_mask", "labels")} for text in texts(4)]
     args = arguments(tmp_path, eval_strategy="epoch")
