@@ -75,6 +75,7 @@ class Trainer:
         self.args = library.TrainingArguments(output_dir="tmp_trainer") if args is None else args
         arguments.check(self.args)
         _take_trls_head_off(model)
+        _align_special_tokens(model, processing_class)
         self.model: Any = model
         self.processing_class = processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -431,6 +432,15 @@ def _take_trls_head_off(model: nn.Module) -> None:
     code = getattr(getattr(vars(base).get("forward"), "__func__", None), "__code__", None)
     if code is not None and library_of(code.co_filename) == "trl":
         del base.forward
+
+
+def _align_special_tokens(model: nn.Module, processing_class: Any) -> None:
+    """As train() of the library does, where it does: the model's configs get the ids of the tokenizer's special tokens."""
+    library = transformers()
+    align = getattr(library.trainer_utils, "align_special_tokens", None)
+    words = isinstance(processing_class, library.PreTrainedTokenizerBase | library.ProcessorMixin)
+    if align is not None and words and hasattr(model, "config"):
+        align(model, processing_class)
 
 
 def _is_meshcees(callback: Any) -> bool:

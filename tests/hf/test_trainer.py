@@ -225,6 +225,16 @@ def test_bf16_and_checkpointed_activations_are_those_of_the_plain_loop(
     assert equal(plain.state_dict, full.state_dict) == (precision == "fp32")
 
 
+def test_the_model_knows_the_special_tokens_of_the_processing_class_before_it_is_captured(tmp_path: Path) -> None:
+    words = tokenizer_of_words()
+    found = []
+    for processing_class in (words, None):
+        model = llama()
+        Trainer(model, arguments(tmp_path), train_dataset=texts(8), processing_class=processing_class)
+        found.append((model.config.pad_token_id, model.generation_config.pad_token_id))
+    assert found == [(words.pad_token_id, words.pad_token_id), (None, None)]
+
+
 # -- what is refused, before anything runs -------------------------------------------------------------------------
 
 
