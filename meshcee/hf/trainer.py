@@ -107,9 +107,11 @@ class Trainer:
             raise UsageError("train() needs train_dataset=...")
         if any(x is not None for x in others.values()):
             raise UsageError(f"train() does not take {', '.join(sorted(others))}: leave it out")
-        notes = read_notes(Path(self.args.output_dir)) if resume_from_checkpoint else {}
+        notes = read_notes(Path(self.args.output_dir))
         resume = _run_of(resume_from_checkpoint, notes, self.args.output_dir)
-        if resume is not None and notes.get("run") != resume.partition("@")[0]:
+        if resume is None:
+            _warn_of_unfinished(notes)
+        if resume is None or notes.get("run") != resume.partition("@")[0]:
             notes = {}
         _, per_epoch = arguments.steps_of(self.args, len(self.train_dataset))
         self.state = library.TrainerState(
@@ -475,3 +477,10 @@ def _run_of(wanted: bool | str | None, notes: Mapping[str, Any], output_dir: str
             "shows them"
         )
     return str(notes["run"])
+
+
+def _warn_of_unfinished(notes: Mapping[str, Any]) -> None:
+    """Of the run that output_dir has noted: transformers' get_last_checkpoint finds none, and this one begins anew."""
+    run = next((run for run in Home().runs() if run.id == notes.get("run")), None)
+    if run is not None and not run.is_over and not run.is_owned:
+        log.warning(f"run {run.id} is unfinished: train(resume_from_checkpoint=True) goes on with it")

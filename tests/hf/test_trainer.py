@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 import meshcee
 from meshcee.errors import CaptureError, UsageError
 from meshcee.files import Home
 from meshcee.hf import Trainer
+from meshcee.hf.events import NOTES
 from tests.hf.tiny import WORDS, arguments, llama, ragged, texts, tokenizer_of_words
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
@@ -233,6 +236,21 @@ def test_the_model_knows_the_special_tokens_of_the_processing_class_before_it_is
         Trainer(model, arguments(tmp_path), train_dataset=texts(8), processing_class=processing_class)
         found.append((model.config.pad_token_id, model.generation_config.pad_token_id))
     assert found == [(words.pad_token_id, words.pad_token_id), (None, None)]
+
+
+def test_a_run_of_this_output_dir_that_is_unfinished_is_told_of_where_another_begins(tmp_path: Path) -> None:
+    """As get_last_checkpoint finds no folder of the library's."""
+    trainer = Trainer(llama(1), arguments(tmp_path, max_steps=1), train_dataset=texts(8))
+    run, out = Home().new_run("out"), tmp_path / "out"
+    out.mkdir()
+    (out / NOTES).write_text(json.dumps({"run": run.id, "log_history": []}))
+    last = transformers.trainer_utils.get_last_checkpoint(str(out))
+    told = []
+    for _ in range(2):  # the second time the notes are of a run that has ended
+        with capture_logs() as logged:
+            trainer.train(resume_from_checkpoint=last)
+        told.append([line["event"] for line in logged if "unfinished" in line["event"]])
+    assert told == [[f"run {run.id} is unfinished: train(resume_from_checkpoint=True) goes on with it"], []]
 
 
 # -- what is refused, before anything runs -------------------------------------------------------------------------
