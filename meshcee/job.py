@@ -246,6 +246,7 @@ class Job:
             raise UsageError(f"mix must be one of {', '.join(MIXES)}, got {self.mix!r}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise UsageError("clip_norm must be positive")
+        _refuse_datasets(data=self.data, eval_data=self.eval_data)
         if self.streams:
             self._check_stream()
         elif len(self.data) < self.batch_size and self.sampler is None:
@@ -288,6 +289,21 @@ class Job:
 
 def _is_map(data: Any) -> bool:
     return hasattr(data, "__len__") and hasattr(data, "__getitem__") and not isinstance(data, IterableDataset)
+
+
+def _refuse_datasets(**given: Any) -> None:
+    """A dict whose values are datasets, as `datasets.load_dataset` returns one, has no sample 0."""
+    for name, data in given.items():
+        if isinstance(data, Mapping) and data and 0 not in data and all(map(_is_dataset, data.values())):
+            names = ", ".join(repr(key) for key in data)
+            raise UsageError(f"{name} is a dict of datasets ({names:.200}): give {name}[{next(iter(data))!r}]")
+
+
+def _is_dataset(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and isinstance(value[0], Mapping | list | tuple)
+    holds = hasattr(value, "__iter__") or hasattr(value, "__getitem__")
+    return holds and not (isinstance(value, str | bytes | Mapping) or hasattr(value, "dtype"))
 
 
 def _check_sampler(sampler: Any) -> None:

@@ -42,6 +42,16 @@ def make(**changes: Any) -> Job:
         ({"batch_size": 0}, "at least 1"),
         ({"batch_size": 9}, "fewer than batch_size"),
         ({"data": (torch.zeros(8, 4), torch.zeros(8, 1)), "batch_size": 4}, r"TensorDataset\(x, y\)"),
+        (
+            {"data": {"train": Data(), "test": Data()}},
+            r"^data is a dict of datasets \('train', 'test'\): give data\['train'\]$",
+        ),
+        ({"data": {"train": [(1, 2)] * 8}, "batch_size": 1}, r"give data\['train'\]$"),
+        ({"data": {"train": iter([])}}, r"give data\['train'\]$"),
+        (
+            {"eval_data": {"validation": Data()}},
+            r"^eval_data is a dict of datasets .*: give eval_data\['validation'\]$",
+        ),
         ({"optimizer": torch.optim.Adam(nn.Linear(1, 1).parameters())}, r'Optimizer\("AdamW".* got Adam$'),
         ({"optimizer": torch.optim.Adam}, "got Adam$"),
         ({"optimizer": "AdamW"}, "got str$"),

@@ -213,13 +213,29 @@ class _WithLoss(nn.Module):
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
             loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            raise CaptureError("loss(output, target) must return a scalar tensor; use .mean() or .sum(), not .item()")
+            raise CaptureError(f"loss(output, target) {_no_loss(loss, output, x)}")
         refuse_functions(loss)
         if not self._evaluate:
             return (loss,)
         found = data_rules.tensors_of(output)
         self.seen.paths = tuple(path for path, _ in found)
         return (loss, *(tensor for _, tensor in found))
+
+
+def _no_loss(loss: Any, output: Any, x: Any) -> str:
+    """What a loss that is no scalar tensor is, and what to write."""
+    has_none = getattr(output, "loss", 0) is None or (isinstance(output, Mapping) and output.get("loss", 0) is None)
+    if loss is None and has_none and not (isinstance(x, Mapping) and "labels" in x):
+        return (
+            "returns None, as the model got no `labels` and computed no loss: rename that column of data[i] to `labels`, or "
+            "return a loss of output and target"
+        )
+    if loss is None:
+        return "returns None: end it with `return` and a loss of output and target"
+    if isinstance(loss, Mapping | list | tuple):
+        names = f" of {', '.join(map(repr, loss))}" if isinstance(loss, Mapping) else ""
+        return f"returns a {type(loss).__name__}{names:.200}: return one of its numbers, or their sum"
+    return "must return a scalar tensor; use .mean() or .sum(), not .item()"
 
 
 @contextlib.contextmanager
@@ -279,7 +295,8 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     if elsewhere and recorder is None:
         raise UsageError(f"the model is on {elsewhere[0]}; give it on the CPU: model.cpu()")
     layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
-    job.optimizer.check({names[n]: p.dtype for n, p in model.named_parameters() if p.requires_grad})
+    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+    job.optimizer.check({names[n]: p.dtype for n, p in model.named_parameters() if p.requires_grad}, frozen, aliases)
     persistent = dict.fromkeys(n for n in model.state_dict(keep_vars=True) if n in names)
     state: Mapping[str, torch.Tensor] = InitialState(tensors, recorder) if recorder else tensors
     if job.weights is not None:

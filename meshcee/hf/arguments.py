@@ -54,6 +54,17 @@ NOTHING_TO_ACT_ON = frozenset(
         """,
     )
 )
+# Of trl's configs: trl has prepared the data, the collator and the model by them, and here they have nothing to act on.
+PREPARES = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        model_init_kwargs chat_template_path dataset_text_field dataset_kwargs dataset_num_proc eos_token pad_token max_length
+        truncation_mode shuffle_dataset packing packing_strategy padding_free pad_to_multiple_of eval_packing
+        completion_only_loss assistant_only_loss activation_offloading
+        """,
+    )
+)
 INSTEAD = {
     "fp16": "bf16=True",
     "bf16_full_eval": "bf16=True, which evaluates in bf16 too",
@@ -72,19 +83,30 @@ INSTEAD = {
     "eval_delay": "a callback that sets control.should_evaluate",
     "torch_compile": "nothing: peers compute the captured graph",
     "save_only_model": "nothing: a checkpoint holds what going on needs",
+    "predict_with_generate": "model.generate after trainer.train()",
+    **dict.fromkeys(
+        ("generation_max_length", "generation_num_beams", "generation_config"),
+        "them as options of model.generate after trainer.train()",
+    ),
+    "loss_type": "a loss in the model's own forward",
 }
 
 
 def check(args: Any) -> None:
-    """Raise one UsageError that names every argument which cannot be carried out, and what to write instead."""
+    """Raise one UsageError that names every argument which cannot be carried out, and what to write instead.
+
+    Looked at is the class of transformers or trl that `args` has; fields of a user's own are for the user's own code.
+    """
     library = transformers()
     if not isinstance(args, library.TrainingArguments):
         raise UsageError(f"args is a transformers.TrainingArguments, not a {type(args).__name__}")
-    usual = library.TrainingArguments(output_dir=args.output_dir)
+    kind = next(one for one in type(args).__mro__ if one.__module__.split(".")[0] in ("transformers", "trl"))
+    usual = kind(output_dir=args.output_dir, bf16=args.bf16, use_cpu=args.use_cpu)
+    known = CARRIED_OUT | NOTHING_TO_ACT_ON | (PREPARES if kind.__module__.startswith("trl.") else set())
     wrong = []
-    for field in dataclasses.fields(library.TrainingArguments):
+    for field in dataclasses.fields(kind):
         name, value = field.name, getattr(args, field.name)
-        if name in CARRIED_OUT | NOTHING_TO_ACT_ON or value == getattr(usual, name) or _is_as_good(args, name, value):
+        if name in known or value == getattr(usual, name) or _is_as_good(args, name, value):
             continue
         instead = INSTEAD.get(name)
         wrong.append(f"{name}={value!r:.60} ({f'write {instead}' if instead else 'leave it out'})")
@@ -98,6 +120,7 @@ def _is_as_good(args: Any, name: str, value: Any) -> bool:
         "per_device_eval_batch_size": value == args.per_device_train_batch_size,
         "save_total_limit": value in (1, 2),  # a run keeps two
         "data_seed": value == args.seed,
+        "loss_type": value in ("nll", "chunked_nll"),  # of trl: the same numbers as the model's own
     }
     return bool(known.get(name, False))
 

@@ -71,9 +71,11 @@ class Trainer:
             raise UsageError("model is an nn.Module: write Trainer(model=AutoModelFor....from_pretrained(...), ...)")
         if join is not None and local is not None:
             raise UsageError("join= and local= exclude each other: leave one out")
+        _refuse_elsewhere(model)
         self.args = library.TrainingArguments(output_dir="tmp_trainer") if args is None else args
         arguments.check(self.args)
         _take_trls_head_off(model)
+        _align_special_tokens(model, processing_class)
         self.model: Any = model
         self.processing_class = processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -105,9 +107,11 @@ class Trainer:
             raise UsageError("train() needs train_dataset=...")
         if any(x is not None for x in others.values()):
             raise UsageError(f"train() does not take {', '.join(sorted(others))}: leave it out")
-        notes = read_notes(Path(self.args.output_dir)) if resume_from_checkpoint else {}
+        notes = read_notes(Path(self.args.output_dir))
         resume = _run_of(resume_from_checkpoint, notes, self.args.output_dir)
-        if resume is not None and notes.get("run") != resume.partition("@")[0]:
+        if resume is None:
+            _warn_of_unfinished(notes)
+        if resume is None or notes.get("run") != resume.partition("@")[0]:
             notes = {}
         _, per_epoch = arguments.steps_of(self.args, len(self.train_dataset))
         self.state = library.TrainerState(
@@ -415,12 +419,30 @@ def _refuse_overridden(kind: type) -> None:
         )
 
 
+def _refuse_elsewhere(model: nn.Module) -> None:
+    """Before anything calls the model: inputs are on the CPU."""
+    found = sorted({tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu"})
+    if found:
+        mapped = "meta" in found or hasattr(model, "hf_device_map")
+        do = "leave device_map out of from_pretrained" if mapped else "write model.cpu()"
+        raise UsageError(f"the model is on {found[0]}; give it on the CPU: {do}")
+
+
 def _take_trls_head_off(model: nn.Module) -> None:
     """SFTTrainer puts a forward on the model for a loss of its own. It leads back to this very object, whichever copy is called."""
     base = base_of(model)
     code = getattr(getattr(vars(base).get("forward"), "__func__", None), "__code__", None)
     if code is not None and library_of(code.co_filename) == "trl":
         del base.forward
+
+
+def _align_special_tokens(model: nn.Module, processing_class: Any) -> None:
+    """As train() of the library does, where it does: the model's configs get the ids of the tokenizer's special tokens."""
+    library = transformers()
+    align = getattr(library.trainer_utils, "align_special_tokens", None)
+    words = isinstance(processing_class, library.PreTrainedTokenizerBase | library.ProcessorMixin)
+    if align is not None and words and hasattr(model, "config"):
+        align(model, processing_class)
 
 
 def _is_meshcees(callback: Any) -> bool:
@@ -455,3 +477,10 @@ def _run_of(wanted: bool | str | None, notes: Mapping[str, Any], output_dir: str
             "shows them"
         )
     return str(notes["run"])
+
+
+def _warn_of_unfinished(notes: Mapping[str, Any]) -> None:
+    """Of the run that output_dir has noted: transformers' get_last_checkpoint finds none, and this one begins anew."""
+    run = next((run for run in Home().runs() if run.id == notes.get("run")), None)
+    if run is not None and not run.is_over and not run.is_owned:
+        log.warning(f"run {run.id} is unfinished: train(resume_from_checkpoint=True) goes on with it")

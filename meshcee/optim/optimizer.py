@@ -7,7 +7,7 @@ state alone, so it does not matter on which stage the parameter lies.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ class Optimizer:
 
     >>> Optimizer("AdamW", lr=3e-4, weight_decay=0.1, groups={"*.bias": {"weight_decay": 0.0}})
 
-    Patterns are shell patterns over `named_parameters` names; the first that matches wins, the rest form the last group. A group
-    may have a class of its own, with options of its own alone:
+    Patterns are shell patterns over `named_parameters` names; the first that matches wins, the rest form the last group. A pattern
+    that matches no parameter of the model is refused. A group may have a class of its own, with options of its own alone:
 
     >>> Optimizer("Muon", lr=0.02, groups={"*embed*|*.bias": {"class": "AdamW", "lr": 3e-4}})
     """
@@ -72,7 +72,7 @@ class Optimizer:
     def group_of(self, parameter: str) -> int:
         """Index of the group that holds this parameter; the group without a pattern is the last."""
         for i, pattern in enumerate(self.groups):
-            if any(fnmatch.fnmatchcase(parameter, one) for one in pattern.split("|")):
+            if _meets(pattern, parameter):
                 return i
         return len(self.groups)
 
@@ -85,11 +85,18 @@ class Optimizer:
 
         return first_state(like)
 
-    def check(self, types: Mapping[str, torch.dtype]) -> None:
-        """Raise UsageError where a step reads more than one parameter at a time, for parameters of these types.
+    def check(
+        self,
+        types: Mapping[str, torch.dtype],
+        frozen: Collection[str] = (),
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        """Raise UsageError where a pattern meets no parameter, or where a step reads more than one parameter at a time.
 
+        `types` are those of what is trained. A pattern may meet `frozen` parameters alone. `aliases` says the names of tied ones.
         Where Adafactor is not told its first eps, it takes that of the first parameter's type for all of a group (torch 2.13).
         """
+        self._refuse_unmet([*types, *frozen], aliases or {})
         for group, extra in enumerate([*self.groups.values(), {}]):
             kind = extra.get("class", self.name)
             eps = {**(self.options if kind == self.name else {}), **extra}.get("eps") or (None,)
@@ -100,6 +107,26 @@ class Optimizer:
                     f"Adafactor takes the first of its eps from the first parameter of a group, and one holds {said}; "
                     "say Optimizer('Adafactor', eps=(1e-7, 1e-3))"
                 )
+
+    def _refuse_unmet(self, names: Collection[str], aliases: Mapping[str, str]) -> None:
+        """UsageError for a pattern that meets none of these names, by itself and whatever group comes before."""
+        for pattern in self.groups:
+            if not names or any(_meets(pattern, name) for name in names):
+                continue
+            tied = next((other for other in aliases if _meets(pattern, other)), None)
+            if tied is not None:
+                raise UsageError(
+                    f"groups: {tied!r} is tied to {aliases[tied]!r}: write that name in place of {pattern!r}"
+                )
+            parts = pattern.split("|")
+            wider = ["|".join(f"{one}.*" for one in parts), "|".join(f"*{one}*" for one in parts)]
+            wider = [wide for wide in wider if any(_meets(wide, name) for name in names)]
+            known = sorted(names, key=lambda name: not any(_meets(wide, name) for wide in wider[:1]))
+            some = ", ".join(repr(name) for name in known[:3])
+            do = f"{wider[0]!r}, or another pattern" if wider else "a pattern"
+            raise UsageError(
+                f"groups: no parameter of the model has a name like {pattern!r}; write {do} of names such as {some}"
+            )
 
     def build(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """The torch optimizer over these parameters. Every group exists, also when empty, so that indices agree."""
@@ -138,6 +165,10 @@ class Optimizer:
             return found if data.get("ema") is None else found.averaging(float(data["ema"]), bool(data.get("eval_ema")))
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"this is not an optimizer: {error!r}") from error
+
+
+def _meets(pattern: str, name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, one) for one in pattern.split("|"))
 
 
 def _class(kind: str) -> type[torch.optim.Optimizer]:

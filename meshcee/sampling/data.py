@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -125,9 +126,23 @@ def _tensor(items: Sequence[Any], path: str, advice: str = "") -> torch.Tensor |
     try:
         return torch.stack([torch.as_tensor(item) for item in items])
     except (TypeError, ValueError, RuntimeError) as error:
-        text = any(isinstance(item, str | bytes) for item in items)
-        do = "a text is no tensor; tokenize it" if text else f"{error}; pad them to one shape"
-        raise UsageError(f"samples cannot be stacked at {path}: {do} in data[i]{advice}") from error
+        raise UsageError(f"samples cannot be stacked at {path}: {_mend(items, error)} in data[i]{advice}") from error
+
+
+def _mend(items: Sequence[Any], error: Exception) -> str:
+    """Why these are no tensors of one shape, and what to do."""
+    parts = [part for item in items for part in (item if isinstance(item, list | tuple) else [item])]
+    kinds = {type(part) for part in parts}
+    if any(issubclass(kind, str | bytes) for kind in kinds):
+        return "a text is no tensor; tokenize it"
+    if any(base.__module__.split(".")[0] == "PIL" for kind in kinds for base in kind.__mro__):
+        return "an image is no tensor; use torchvision.transforms.ToTensor(), or dataset.with_transform(...),"
+    if odd := next((kind for kind in kinds if not (issubclass(kind, _STACKED) or hasattr(kind, "__array__"))), None):
+        return f"a {odd.__name__} is no tensor; make a tensor of it"
+    return f"{error}; pad them to one shape"
+
+
+_STACKED = (torch.Tensor, Number, list, tuple)  # what a tensor can be made of
 
 
 def leaves(tree: Any, path: str) -> dict[str, torch.Tensor]:

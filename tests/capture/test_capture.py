@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
+import types
 from typing import Any
 
 import pytest
@@ -185,6 +187,45 @@ def test_a_loss_that_is_not_a_scalar() -> None:
         capture(job_of(nn.Linear(4, 4), lambda o, y: (o - y).abs().mean().item()))
 
 
+class Scored(nn.Module):
+    """As a model of Hugging Face: a loss where it is given labels, and else None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        out = self.linear(x)
+        return types.SimpleNamespace(out=out, loss=None if labels is None else (out - labels).abs().mean())
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (
+            lambda o, y: o.loss,
+            r"None, as the model got no `labels` .*: rename that column of data\[i\] to `labels`, or return",
+        ),
+        (
+            lambda o, y: {"mse": o.out.mean(), "l1": o.out.sum()},
+            r"a dict of 'mse', 'l1': return one of its numbers, or their sum",
+        ),
+        (lambda o, y: (o.out.mean(), o.out.sum()), r"a tuple: return one of its numbers, or their sum"),
+    ],
+)
+def test_a_loss_that_is_no_tensor_says_what_to_return(loss: Any, says: str) -> None:
+    with pytest.raises(CaptureError, match=rf"loss\(output, target\) returns {says}"):
+        capture(job_of(Scored(), loss))
+
+
+def test_a_loss_that_forgets_to_return_says_so() -> None:
+    def forgets(output: torch.Tensor, target: torch.Tensor) -> None:
+        (output - target).abs().mean()
+
+    with pytest.raises(CaptureError, match="returns None: end it with `return`"):
+        capture(job_of(nn.Linear(4, 4), forgets))
+
+
 def test_a_loss_that_is_a_class_says_what_to_write() -> None:
     with pytest.raises(UsageError, match=r"the loss, a class and not MSELoss\(\), failed"):
         capture(job_of(nn.Linear(4, 4), nn.MSELoss))
@@ -201,3 +242,17 @@ def test_samples_that_do_not_stack_are_named() -> None:
     for text in (("a text", 0), {"text": "a text", "label": 0}):
         with pytest.raises(UsageError, match=r"at x.*: a text is no tensor; tokenize it in data\[i\]"):
             stack([text])
+
+
+def test_samples_that_are_images_or_other_objects_are_told_what_makes_tensors_of_them() -> None:
+    kind = type("PngImageFile", (), {"__module__": "PIL.PngImagePlugin"})
+    image = type("Mine", (kind,), {})()
+    for sample in ((image, 0), {"image": image, "label": 0}, {"images": [image, image], "label": 0}):
+        with pytest.raises(
+            UsageError,
+            match=r"at x.*: an image is no tensor; use torchvision\.transforms\.ToTensor\(\), or dataset.with_",
+        ) as told:
+            stack([sample, sample])
+        assert "pad" not in str(told.value)
+    with pytest.raises(UsageError, match=r"at y: a date is no tensor; make a tensor of it in data\[i\]"):
+        stack([(0, datetime.date(2026, 1, 1))])

@@ -6,6 +6,7 @@ import fnmatch
 import subprocess
 import sys
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,56 @@ def test_all_refusals_are_one_error(tmp_path: Path) -> None:
         check(arguments(tmp_path, eval_delay=3, label_smoothing_factor=0.1))
 
 
+def test_arguments_of_the_librarys_subclasses_are_looked_at_too(tmp_path: Path) -> None:
+    def sequences(**options: Any) -> Any:
+        return transformers.Seq2SeqTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options)
+
+    check(sequences())
+    said = r"sortish_sampler=True \(leave it out\); predict_with_generate=True \(write model\.generate after trainer\.train\(\)\)"
+    with pytest.raises(UsageError, match=said):
+        check(sequences(sortish_sampler=True, predict_with_generate=True))
+    with pytest.raises(
+        UsageError, match=r"eval_delay=3 .*; generation_num_beams=4 \(write .* options of model\.generate"
+    ):
+        check(sequences(eval_delay=3, generation_num_beams=4))
+
+
+def test_fields_of_a_users_own_are_left_alone_and_no_default_of_theirs_hides_the_librarys(tmp_path: Path) -> None:
+    @dataclass
+    class Mine(transformers.Seq2SeqTrainingArguments):  # type: ignore[misc, name-defined]
+        corpus: str = "news"
+        neftune_noise_alpha: float | None = 5.0
+
+    check(Mine(output_dir=str(tmp_path), use_cpu=True, corpus="letters", neftune_noise_alpha=None))
+    with pytest.raises(UsageError, match=r"cannot carry out neftune_noise_alpha=5\.0"):
+        check(Mine(output_dir=str(tmp_path), use_cpu=True))
+
+
+def test_what_a_config_of_trl_says_of_data_is_taken(tmp_path: Path) -> None:
+    """trl has done it; its defaults count as the library's, and another loss is refused."""
+
+    @dataclass
+    class SFTConfig(transformers.TrainingArguments):  # type: ignore[misc, name-defined]
+        learning_rate: float = 2e-5
+        max_length: int | None = 1024
+        packing: bool = False
+        loss_type: str | None = None
+
+        def __post_init__(self) -> None:
+            self.bf16 = True if self.bf16 is None else self.bf16
+            self.loss_type = self.loss_type or "chunked_nll"
+            super().__post_init__()
+
+    SFTConfig.__module__ = "trl.trainer.sft_config"
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False, "max_length": 48, "packing": True}
+    check(SFTConfig(**options))
+    check(SFTConfig(**options, loss_type="nll"))
+    with pytest.raises(
+        UsageError, match=r"cannot carry out loss_type='dft' \(write a loss in the model's own forward\)"
+    ):
+        check(SFTConfig(**options, loss_type="dft"))
+
+
 def test_something_else_than_arguments_is_refused() -> None:
     with pytest.raises(UsageError, match="TrainingArguments, not a dict"):
         check({"output_dir": "x"})
@@ -156,6 +207,12 @@ def test_what_decays_is_what_the_library_decays(tmp_path: Path) -> None:
     assert {name: decay[id(p)] for name, p in named.items()} == {n: 0.1 if n in names else 0.0 for n in named}
     assert 0.0 in decay.values()
     assert len(optimizer_of(args, llama(layers=9)).groups) == len(optimizer_of(args, model).groups)
+
+
+def test_groups_of_the_librarys_making_meet_parameters_of_any_model(tmp_path: Path) -> None:
+    for model in (llama(), torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False))):
+        types = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        optimizer_of(arguments(tmp_path, weight_decay=0.1), model).check(types)
 
 
 NAMES = st.lists(st.sampled_from("abc[*]?0123"), min_size=1, max_size=4).map(".".join)

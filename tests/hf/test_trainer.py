@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 import meshcee
 from meshcee.errors import CaptureError, UsageError
 from meshcee.files import Home
 from meshcee.hf import Trainer
+from meshcee.hf.events import NOTES
 from tests.hf.tiny import WORDS, arguments, llama, ragged, texts, tokenizer_of_words
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
@@ -225,6 +228,31 @@ def test_bf16_and_checkpointed_activations_are_those_of_the_plain_loop(
     assert equal(plain.state_dict, full.state_dict) == (precision == "fp32")
 
 
+def test_the_model_knows_the_special_tokens_of_the_processing_class_before_it_is_captured(tmp_path: Path) -> None:
+    words = tokenizer_of_words()
+    found = []
+    for processing_class in (words, None):
+        model = llama()
+        Trainer(model, arguments(tmp_path), train_dataset=texts(8), processing_class=processing_class)
+        found.append((model.config.pad_token_id, model.generation_config.pad_token_id))
+    assert found == [(words.pad_token_id, words.pad_token_id), (None, None)]
+
+
+def test_a_run_of_this_output_dir_that_is_unfinished_is_told_of_where_another_begins(tmp_path: Path) -> None:
+    """As get_last_checkpoint finds no folder of the library's."""
+    trainer = Trainer(llama(1), arguments(tmp_path, max_steps=1), train_dataset=texts(8))
+    run, out = Home().new_run("out"), tmp_path / "out"
+    out.mkdir()
+    (out / NOTES).write_text(json.dumps({"run": run.id, "log_history": []}))
+    last = transformers.trainer_utils.get_last_checkpoint(str(out))
+    told = []
+    for _ in range(2):  # the second time the notes are of a run that has ended
+        with capture_logs() as logged:
+            trainer.train(resume_from_checkpoint=last)
+        told.append([line["event"] for line in logged if "unfinished" in line["event"]])
+    assert told == [[f"run {run.id} is unfinished: train(resume_from_checkpoint=True) goes on with it"], []]
+
+
 # -- what is refused, before anything runs -------------------------------------------------------------------------
 
 
@@ -278,6 +306,13 @@ def test_a_model_without_a_loss_is_refused_with_what_to_write(tmp_path: Path) ->
     trainer = Trainer(llama(), arguments(tmp_path), train_dataset=data)
     with pytest.raises(UsageError, match="returns no loss"):
         trainer.train()
+
+
+def test_a_model_elsewhere_is_refused_before_it_is_called(tmp_path: Path) -> None:
+    """As on a GPU, where inputs on the CPU would meet its weights."""
+    model = llama().to("meta")
+    with pytest.raises(UsageError, match=r"the model is on meta; give it on the CPU: leave device_map out"):
+        Trainer(model, arguments(tmp_path, gradient_accumulation_steps=2), train_dataset=texts(8))
 
 
 def test_an_evaluation_of_another_length_is_refused_before_the_start(tmp_path: Path) -> None:

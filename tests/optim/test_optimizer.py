@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from meshcee.capture import capture
 from meshcee.errors import UsageError
+from meshcee.job import Job
 from meshcee.optim import Optimizer, Schedule
 
 
@@ -35,6 +39,49 @@ def test_groups_go_by_the_first_pattern_that_matches() -> None:
     assert [len(g["params"]) for g in built.param_groups] == [2, 1, 1]
     assert built.param_groups[1]["lr"] == 0.5
     assert Optimizer.from_json(optimizer.to_json()).to_json() == optimizer.to_json()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "do"),
+    [
+        (
+            "encoder",
+            r"write 'encoder\.\*', or another pattern of names such as 'encoder\.norm1\.weight', 'encoder\.norm1\.bias'",
+        ),
+        ("*LayerNorm*", r"write a pattern of names such as 'encoder\.norm1\.weight'"),
+        ("norm|head", r"write 'norm\.\*\|head\.\*', or another pattern of names such as 'head\.weight'"),
+    ],
+)
+def test_a_pattern_that_meets_no_parameter_is_refused_and_names_are_shown(pattern: str, do: str) -> None:
+    types = dict.fromkeys(["encoder.norm1.weight", "encoder.norm1.bias", "head.weight"], torch.float32)
+    said = rf"^groups: no parameter of the model has a name like {re.escape(repr(pattern))}; {do}"
+    with pytest.raises(UsageError, match=said):
+        Optimizer("AdamW", groups={pattern: {"lr": 1e-5}}).check(types)
+
+
+def test_a_pattern_counts_as_a_whole_and_by_itself() -> None:
+    """One of its parts is enough, and so are frozen parameters and those that a group before takes."""
+    types = {"head.weight": torch.float32}
+    patterns = ["head.*", "*.weight", "*.bias|head*", "encoder.*"]
+    Optimizer("AdamW", groups={pattern: {"lr": 1e-5} for pattern in patterns}).check(types, ["encoder.weight"])
+
+
+def test_a_capture_looks_for_the_names_that_the_model_trains_and_keeps() -> None:
+    def job_of(pattern: str) -> Job:
+        model = nn.ModuleDict({"words": nn.Embedding(4, 4), "head": nn.Linear(4, 4, bias=False)})
+        model["head"].weight = model["words"].weight
+        return Job(
+            model, F.mse_loss, [(0, 0.0)], Optimizer("SGD", groups={pattern: {"lr": 0.1}}), batch_size=1, steps=1
+        )
+
+    with pytest.raises(
+        UsageError, match=r"groups: no parameter .* like '\*\.bias'; write a pattern of names such as 'words\.weight'$"
+    ):
+        capture(job_of("*.bias"))
+    with pytest.raises(
+        UsageError, match=r"'head\.weight' is tied to 'words\.weight': write that name in place of 'head\.\*'"
+    ):
+        capture(job_of("head.*"))
 
 
 def test_muon_takes_matrices_and_says_what_to_do_with_others() -> None:

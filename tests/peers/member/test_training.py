@@ -274,7 +274,7 @@ async def test_norms_of_many_parameters_need_no_large_header(monkeypatch: pytest
         torch.manual_seed(0)
         data = [(torch.randn(4), torch.randn(4)) for _ in range(24)]
         settings = {"loss": nn.functional.mse_loss, "clip_norm": 0.01, "schedule": None, "steps": 2}
-        return make_job(model=Scattered(400), data=data, **settings)
+        return make_job(model=Scattered(400), data=data, optimizer=Optimizer("AdamW", lr=1e-2), **settings)
 
     monkeypatch.setattr("peers.transport.endpoint.Limits", lambda: Limits(header_bytes=4096))
     trained = await train(job(), 2, 6)
