@@ -91,7 +91,7 @@ def test_what_only_capture_cannot_do_is_still_told_by_capture() -> None:
             return made * 2 if made.sum() > 0 else made
 
     with pytest.raises(CaptureError, match="branch"):
-        meshcee.capture(make_job(model=Branches(), loss=lambda out, y: out.sum(), optimizer=meshcee.Optimizer("SGD")))
+        meshcee.capture(make_job(model=Branches(), loss=lambda out, y: out.sum()))
 
 
 def test_an_error_without_a_line_of_python_names_the_sample_alone() -> None:

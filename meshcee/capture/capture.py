@@ -295,8 +295,9 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     if elsewhere and recorder is None:
         raise UsageError(f"the model is on {elsewhere[0]}; give it on the CPU: model.cpu()")
     layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
-    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
-    job.optimizer.check({names[n]: p.dtype for n, p in model.named_parameters() if p.requires_grad}, frozen, aliases)
+    job.optimizer.check({names[n]: p.dtype for n, p in model.named_parameters() if p.requires_grad})
+    for why in job.optimizer.unmet([n for n, _ in model.named_parameters()], aliases):
+        log.warning(Event.GROUP_UNMET, why=why)
     persistent = dict.fromkeys(n for n in model.state_dict(keep_vars=True) if n in names)
     state: Mapping[str, torch.Tensor] = InitialState(tensors, recorder) if recorder else tensors
     if job.weights is not None:

@@ -82,6 +82,7 @@ class Trainer:
         self.data_collator = data_collator or _usual_collator(processing_class)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self._where = join, None if join else local or 1
+        self._is_stale = False  # the trained weights are elsewhere
         model.train()
         config: Any = getattr(model, "config", None)
         if config is not None:
@@ -128,8 +129,12 @@ class Trainer:
         heard = [bridge, *self._callbacks]
         try:
             result = trained(job, join=join, local=local, keeps=True, resume=resume, callbacks=heard)
+        except BaseException:
+            self._is_stale = bridge.has_begun
+            raise
         finally:
             self.callback_handler.model = self.model
+        self._is_stale = False
         self.model.load_state_dict(self._best(result) or result.state_dict)
         losses = result.losses[bridge.begins :]
         loss = sum(losses) / max(len(losses), 1)
@@ -251,8 +256,7 @@ class Trainer:
         like: Mapping[str, torch.Tensor] | None = None,
     ) -> tuple[float, Any, Any]:
         """The loss, predictions and labels of one evaluation, in the micro-batches that training has."""
-        if self.callback_handler.model is None:
-            raise UsageError("train() is under way, and its weights are with the peers: set control.should_evaluate")
+        self._check_weights()
         micro = min(self.args.per_device_train_batch_size, len(data))
         if not micro:
             raise UsageError("the dataset is empty: give it samples")
@@ -280,6 +284,19 @@ class Trainer:
 
         return (run_blocking(main)["loss"], *outputs.collect())
 
+    def _check_weights(self) -> None:
+        """UsageError where the model has not the weights that a script means: they are with the peers, or in a run's folder."""
+        if self.callback_handler.model is None:
+            raise UsageError(
+                "train() is under way, and its weights are with the peers: set control.should_evaluate or control.should_save"
+            )
+        if self._is_stale:
+            raise UsageError(
+                "train() ended early, and this model has the weights from before it: go on with "
+                "train(resume_from_checkpoint=True), or take those of a checkpoint: `meshcee run list`, then "
+                "`meshcee checkpoint export RUN --out FILE`"
+            )
+
     def _measured(self, prefix: str, predictions: Any, labels: Any) -> dict[str, float]:
         """compute_metrics, with names that begin as evaluations' do."""
         library = transformers()
@@ -294,6 +311,7 @@ class Trainer:
 
     def save_model(self, output_dir: str | os.PathLike[str] | None = None) -> None:
         """For from_pretrained: the model or its adapter, and the processing_class."""
+        self._check_weights()
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         if hasattr(self.model, "save_pretrained"):

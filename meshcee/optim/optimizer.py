@@ -7,7 +7,7 @@ state alone, so it does not matter on which stage the parameter lies.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -85,18 +85,11 @@ class Optimizer:
 
         return first_state(like)
 
-    def check(
-        self,
-        types: Mapping[str, torch.dtype],
-        frozen: Collection[str] = (),
-        aliases: Mapping[str, str] | None = None,
-    ) -> None:
-        """Raise UsageError where a pattern meets no parameter, or where a step reads more than one parameter at a time.
+    def check(self, types: Mapping[str, torch.dtype]) -> None:
+        """Raise UsageError where a step reads more than one parameter at a time, for parameters of these types.
 
-        `types` are those of what is trained. A pattern may meet `frozen` parameters alone. `aliases` says the names of tied ones.
         Where Adafactor is not told its first eps, it takes that of the first parameter's type for all of a group (torch 2.13).
         """
-        self._refuse_unmet([*types, *frozen], aliases or {})
         for group, extra in enumerate([*self.groups.values(), {}]):
             kind = extra.get("class", self.name)
             eps = {**(self.options if kind == self.name else {}), **extra}.get("eps") or (None,)
@@ -108,25 +101,22 @@ class Optimizer:
                     "say Optimizer('Adafactor', eps=(1e-7, 1e-3))"
                 )
 
-    def _refuse_unmet(self, names: Collection[str], aliases: Mapping[str, str]) -> None:
-        """UsageError for a pattern that meets none of these names, by itself and whatever group comes before."""
+    def unmet(self, names: Collection[str], aliases: Mapping[str, str]) -> Iterator[str]:
+        """A sentence for each pattern that meets none of these names, by itself. `aliases`: other names of tied ones."""
         for pattern in self.groups:
             if not names or any(_meets(pattern, name) for name in names):
                 continue
             tied = next((other for other in aliases if _meets(pattern, other)), None)
             if tied is not None:
-                raise UsageError(
-                    f"groups: {tied!r} is tied to {aliases[tied]!r}: write that name in place of {pattern!r}"
-                )
+                yield f"{tied!r} is tied to {aliases[tied]!r}: write that name in place of {pattern!r}"
+                continue
             parts = pattern.split("|")
             wider = ["|".join(f"{one}.*" for one in parts), "|".join(f"*{one}*" for one in parts)]
             wider = [wide for wide in wider if any(_meets(wide, name) for name in names)]
             known = sorted(names, key=lambda name: not any(_meets(wide, name) for wide in wider[:1]))
             some = ", ".join(repr(name) for name in known[:3])
             do = f"{wider[0]!r}, or another pattern" if wider else "a pattern"
-            raise UsageError(
-                f"groups: no parameter of the model has a name like {pattern!r}; write {do} of names such as {some}"
-            )
+            yield f"no parameter of the model has a name like {pattern!r}: write {do} of names such as {some}, or leave it out"
 
     def build(self, named: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         """The torch optimizer over these parameters. Every group exists, also when empty, so that indices agree."""

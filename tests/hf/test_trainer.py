@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from asyncio import CancelledError
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,27 @@ def test_a_callback_cannot_evaluate_what_is_with_the_peers(tmp_path: Path) -> No
     asks.trainer = Trainer(classifier(), args, train_dataset=reviews(8), eval_dataset=reviews(4), callbacks=[asks])
     with pytest.raises(UsageError, match=r"set control\.should_evaluate"):
         asks.trainer.train()
+
+
+def test_what_was_not_trained_to_its_end_is_not_saved_as_trained(tmp_path: Path) -> None:
+    """A script catches Ctrl-C and saves: the model has the weights from before."""
+
+    class Stops(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *args: Any, **options: Any) -> None:
+            raise KeyboardInterrupt
+
+    trainer = Trainer(llama(), arguments(tmp_path, max_steps=2), train_dataset=texts(16), callbacks=[Stops()])
+    trainer.save_model(tmp_path / "before")
+    with pytest.raises((KeyboardInterrupt, CancelledError)):
+        trainer.train()
+    for call in (trainer.save_model, lambda: trainer.evaluate(texts(4))):
+        with pytest.raises(
+            UsageError, match=r"train\(\) ended early.*resume_from_checkpoint=True.*meshcee checkpoint export"
+        ):
+            call()
+    trainer.remove_callback(Stops)
+    trainer.train()
+    trainer.save_model(tmp_path / "after")
 
 
 # -- other things that scripts call --------------------------------------------------------------------------------

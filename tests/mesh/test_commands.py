@@ -429,7 +429,7 @@ def test_ctrl_c_is_heard_while_a_model_is_captured(mesh: Peers, tmp_path: Path) 
         "        time.sleep(5)\n"
         "        print('went on', flush=True)\n"
         "        return super().forward(x)\n"
-        "job = replace(make_job('cnn-adamw'), model=torch.nn.Sequential(Slow(2, 2)))\n"
+        "job = replace(make_job('cnn-adamw'), model=Slow(2, 2))\n"
     )
     done = meshcee("train", str(job), "--join", mesh.token, home=mesh.home, cwd=ROOT)
     assert done.code == 130, done.err

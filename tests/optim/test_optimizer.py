@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from structlog.testing import capture_logs
 from torch import nn
 
 from meshcee.capture import capture
 from meshcee.errors import UsageError
+from meshcee.events import Event
 from meshcee.job import Job
 from meshcee.optim import Optimizer, Schedule
 
@@ -52,36 +54,41 @@ def test_groups_go_by_the_first_pattern_that_matches() -> None:
         ("norm|head", r"write 'norm\.\*\|head\.\*', or another pattern of names such as 'head\.weight'"),
     ],
 )
-def test_a_pattern_that_meets_no_parameter_is_refused_and_names_are_shown(pattern: str, do: str) -> None:
-    types = dict.fromkeys(["encoder.norm1.weight", "encoder.norm1.bias", "head.weight"], torch.float32)
-    said = rf"^groups: no parameter of the model has a name like {re.escape(repr(pattern))}; {do}"
-    with pytest.raises(UsageError, match=said):
-        Optimizer("AdamW", groups={pattern: {"lr": 1e-5}}).check(types)
+def test_a_pattern_that_meets_no_parameter_is_told_of_with_names(pattern: str, do: str) -> None:
+    names = ["encoder.norm1.weight", "encoder.norm1.bias", "head.weight"]
+    said = rf"^no parameter of the model has a name like {re.escape(repr(pattern))}: {do}"
+    [why] = Optimizer("AdamW", groups={pattern: {"lr": 1e-5}}).unmet(names, {})
+    assert re.match(said, why), why
 
 
 def test_a_pattern_counts_as_a_whole_and_by_itself() -> None:
     """One of its parts is enough, and so are frozen parameters and those that a group before takes."""
-    types = {"head.weight": torch.float32}
     patterns = ["head.*", "*.weight", "*.bias|head*", "encoder.*"]
-    Optimizer("AdamW", groups={pattern: {"lr": 1e-5} for pattern in patterns}).check(types, ["encoder.weight"])
+    optimizer = Optimizer("AdamW", groups={pattern: {"lr": 1e-5} for pattern in patterns})
+    assert list(optimizer.unmet(["head.weight", "encoder.weight"], {})) == []
 
 
-def test_a_capture_looks_for_the_names_that_the_model_trains_and_keeps() -> None:
-    def job_of(pattern: str) -> Job:
-        model = nn.ModuleDict({"words": nn.Embedding(4, 4), "head": nn.Linear(4, 4, bias=False)})
-        model["head"].weight = model["words"].weight
-        return Job(
-            model, F.mse_loss, [(0, 0.0)], Optimizer("SGD", groups={pattern: {"lr": 0.1}}), batch_size=1, steps=1
-        )
-
-    with pytest.raises(
-        UsageError, match=r"groups: no parameter .* like '\*\.bias'; write a pattern of names such as 'words\.weight'$"
-    ):
-        capture(job_of("*.bias"))
-    with pytest.raises(
-        UsageError, match=r"'head\.weight' is tied to 'words\.weight': write that name in place of 'head\.\*'"
-    ):
-        capture(job_of("head.*"))
+@pytest.mark.parametrize(
+    ("pattern", "says"),
+    [
+        (
+            "*.bias",
+            "no parameter of the model has a name like '*.bias': write a pattern of names such as 'words.weight'",
+        ),
+        ("head.*", "'head.weight' is tied to 'words.weight': write that name in place of 'head.*'"),
+        ("words.*", None),
+    ],
+)
+def test_a_capture_tells_of_patterns_that_change_nothing(pattern: str, says: str | None) -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(4, 4), "head": nn.Linear(4, 4, bias=False)})
+    model["head"].weight = model["words"].weight
+    model.forward = lambda x: model["head"](model["words"](x))  # type: ignore[method-assign]
+    optimizer = Optimizer("SGD", groups={pattern: {"lr": 0.1}})
+    data = [(torch.tensor(0), torch.zeros(4))] * 2
+    with capture_logs() as logged:
+        capture(Job(model=model, loss=F.mse_loss, data=data, optimizer=optimizer, batch_size=2, steps=1))
+    told = [entry["why"] for entry in logged if entry["event"] == Event.GROUP_UNMET]
+    assert [why[: len(says or "")] for why in told] == ([says] if says else [])
 
 
 def test_muon_takes_matrices_and_says_what_to_do_with_others() -> None:

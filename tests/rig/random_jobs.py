@@ -6,7 +6,6 @@ as one likes, in the mesh and for the plain loop, and a fault is repeated by a n
 
 from __future__ import annotations
 
-import fnmatch
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -173,8 +172,7 @@ def _optimizer(r: random.Random) -> tuple[str, dict[str, Any], dict[str, dict[st
     if r.random() < 0.15:
         groups["layers.2*"] = {"class": r.choice(["SGD", "AdamW", "AdamW8bit"]), "lr": 1e-3}
     if r.random() < 0.1:
-        groups["embed*"] = {"lr": options["lr"] / 4}
-        groups["embed.w*"] = {"lr": 1e-9}  # which is left with nothing
+        groups["nobody*"] = {"lr": 1e-9}
     return name, options, groups
 
 
@@ -339,17 +337,6 @@ def model_of(drawn: Drawn) -> nn.Module:
     return Net(drawn)
 
 
-def groups_of(drawn: Drawn) -> dict[str, dict[str, Any]]:
-    """Of the drawn ones those that meet a parameter of the model: a job refuses all others."""
-    with torch.random.fork_rng(devices=[]):
-        names = [name for name, _ in model_of(drawn).named_parameters()]
-    return {
-        pattern: options
-        for pattern, options in drawn.groups.items()
-        if any(fnmatch.fnmatchcase(name, one) for name in names for one in pattern.split("|"))
-    }
-
-
 def job_of(drawn: Drawn) -> Job:
     """A new one, with a model of its own, at each call."""
     momentum = drawn.optimizer in ("Adam", "AdamW", "AdamW8bit", "NAdam") or bool(drawn.options.get("momentum"))
@@ -361,7 +348,7 @@ def job_of(drawn: Drawn) -> Job:
         sampler=sampler_of(drawn),
         weights=weights_of(drawn) if drawn.stored else None,
         collate=collated if drawn.collated else None,
-        optimizer=Optimizer(drawn.optimizer, groups=groups_of(drawn), **drawn.options),
+        optimizer=Optimizer(drawn.optimizer, groups=drawn.groups, **drawn.options),
         schedule=schedules(drawn.steps, momentum)[drawn.schedule] if drawn.schedule else None,
         batch_size=drawn.micro * drawn.micros,
         micro_batch_size=drawn.micro,

@@ -433,7 +433,7 @@ ALL = tuple(_MODELS)
 PHASE_ONE = ("char_gpt", "cnn", "gpt2", "shared_layer", "unet")
 
 OPTIMIZERS = {
-    "adamw": lambda: Optimizer("AdamW", lr=3e-3, weight_decay=0.1, groups={"*.bias|*norm*": {"weight_decay": 0.0}}),
+    "adamw": lambda: Optimizer("AdamW", lr=3e-3, weight_decay=0.1, groups={"*.bias": {"weight_decay": 0.0}}),
     "sgd": lambda: Optimizer("SGD", lr=0.05, momentum=0.9),
 }
 
