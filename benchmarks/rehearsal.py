@@ -149,6 +149,7 @@ class Played:
     plans: list[Plan] = field(default_factory=list)
     steps_s: list[float] = field(default_factory=list)
     changes: list[int] = field(default_factory=list)
+    results: list[Change] = field(default_factory=list)  # as the user is told
     searches: int = 0
     sounded: int = 0  # times that a peer was asked to probe a link
     told: int = 0  # times that members told what their steps had shown of a link
@@ -275,14 +276,16 @@ async def rehearse(
     it joins; `off` is how many times the seconds that blocks take are in devices' profiles (none has one otherwise); `real` is
     what steps take; without `gossips` no member tells what its steps show; `once` is what the links had, as records tell, before
     they had the first factor; `late_s` is how long moments hold up the first step after a change whose end was seen, too."""
-    played, changes = Played(factors), list[Change]()
+    played = Played(factors)
     here = FakeMesh(played, gossips, factors[0] if once is None else once)
     here.present -= {comes[0]} if comes is not None else set()
     plan, begins = fresh(factors[0], sorted(here.present)), 0
     following: Plan | None = None
     job = replace(costs(), alike=(0,) * (work.LAYERS + 1)) if off else costs()
     newcomers = Newcomers(cast(Any, here), here.profiles, profiles(off or {}))
-    adapter = Adaptation(cast(Any, here), PlanRequest(job), plan, changes, newcomers, check=lambda plan, kinds: None)
+    adapter = Adaptation(
+        cast(Any, here), PlanRequest(job), plan, played.results, newcomers, check=lambda plan, kinds: None
+    )
     here.now_s += CHANGE_S
     here.begin()
 

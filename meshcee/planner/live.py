@@ -144,7 +144,8 @@ def choose(
             f"no device of the mesh can take part in this job: {left_out[0].peer} cannot, as {left_out[0].why}"
         )
     found, refused = [], []
-    for kind, own in _by_kind(devices).items() if job.draws else [("", devices)]:
+    parts = _by_kind(devices) if job.draws and devices else {"": devices}
+    for kind, own in parts.items():
         try:
             found.append((kind, *_with_room(replace(mesh, devices=own), job, stages, effort)))
         except PlanError as error:

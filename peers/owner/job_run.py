@@ -30,7 +30,7 @@ from meshcee.files import Home, Run, Trouble, disk, settled
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Term
 from meshcee.sampling import FED, repeats
-from meshcee.stage import check_generators
+from meshcee.stage import check_generators, why_one_pipeline
 from peers.mesh_view import MeshView
 from peers.owner.diary import Diary, Numbers, next_incarnation
 from peers.owner.epoch import Owner, Report, in_doubt
@@ -465,6 +465,9 @@ class Training:
         captured, plan = self._captured, planned.plan
         assert captured is not None
         self.result.notes = planned.notes
+        if self._job.micro_batch_size is None and why_one_pipeline(captured.train):
+            sees = f"batch statistics are of micro-batches of {plan.micro_batch} samples, which the plan has chosen"
+            self.result.notes = (*self.result.notes, f"{sees}: say micro_batch_size in the job, as their size is part of the result")
         await self._steering.meet(self._agent, plan.peers, self._how_to_go_on)
         if self._noted:
             self.copies.restore(self._noted, self._agent.directory.peers.keys())

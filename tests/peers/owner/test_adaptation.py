@@ -211,6 +211,11 @@ async def test_a_drop_and_a_recovery_are_followed_within_15_steps() -> None:
     assert played.sounded > 0, "no step crosses the link: somebody has to look"
     assert within(played.plans, 1.0) >= 0.95
     assert len(played.changes) == 2
+    assert played.results[0].after_s is not None
+    cut_off = await rehearse(
+        dropped[: played.changes[0]]
+    )  # the run ends, or loses a peer, before the other plan's first step
+    assert (cut_off.changes, cut_off.results) == ([], [])
 
 
 async def test_plans_are_priced_by_how_long_devices_compute_and_not_by_profiles_that_are_off() -> None:

@@ -94,3 +94,21 @@ async def test_a_bf16_run_hands_back_what_the_plain_loop_has(
     for name, wanted in (("last", expected.state_dict), ("average", expected.ema)):
         export("last", None, tmp_path / f"{name}.safetensors", ema=name == "average", as_json=True)
         assert_same(safetensors.torch.load_file(tmp_path / f"{name}.safetensors"), wanted)
+
+
+@pytest.mark.parametrize(("micro", "told"), [(None, True), (4, False)])
+def test_a_plan_that_chooses_what_batch_norm_sees_says_so(micro: int | None, told: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    data = [(torch.randn(8), torch.zeros(1)) for _ in range(16)]
+    job = Job(
+        model=model,
+        loss=nn.functional.mse_loss,
+        data=data,
+        optimizer=Optimizer("SGD", lr=0.1),
+        batch_size=8,
+        micro_batch_size=micro,
+        steps=1,
+    )
+    notes = meshcee.train(job, local=1).notes
+    assert any("batch statistics" in note and "say micro_batch_size" in note for note in notes) == told

@@ -15,10 +15,10 @@ import torch
 from structlog.testing import capture_logs
 
 from meshcee.callbacks import Callback
-from meshcee.capture import Capture, capture
+from meshcee.capture import Capture, Program, capture
 from meshcee.config import Timeouts
 from meshcee.eager import plain
-from meshcee.errors import PeerLostError, unwrap
+from meshcee.errors import PeerLostError, PlanError, unwrap
 from meshcee.events import Event
 from meshcee.figures.measured import NEXT_TO_NOTHING
 from meshcee.files.home import Home
@@ -28,6 +28,7 @@ from meshcee.stage.runner import StageRunner
 from peers.measure.sounding import sound
 from peers.node.assemble import QUICK, InProcess, JoinOptions
 from peers.node.mesh import Mesh
+from peers.owner import job_run
 from peers.owner.epoch import Report
 from peers.owner.job_run import Result
 from peers.owner.offering import Offering
@@ -360,3 +361,27 @@ async def test_whoever_is_ready_waits_for_a_slow_builder(tmp_path: Path, monkeyp
             result = await train(mesh, told.append)
     assert_undisturbed(result, told, home)
     assert not [entry for entry in logged if entry["event"] == Event.MEMBER_LOST]
+
+
+async def test_a_later_plan_that_cannot_run_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer's coordinator may plan what the job cannot have, as dropout on devices of two kinds; the next plan may do."""
+    home, told, refused = Home(tmp_path), list[Report](), list[Plan]()
+    really = job_run.check_generators
+
+    def check(program: Program, plan: Plan, kinds: Mapping[str, str]) -> None:
+        really(program, plan, kinds)
+        if told and not refused:
+            refused.append(plan)
+            raise PlanError("the plan draws random numbers (dropout) on cpu and cuda devices")
+
+    monkeypatch.setattr(job_run, "check_generators", check)
+    async with a_mesh(home, 3) as (here, mesh):
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                here.crash(stage_of(here, mesh, 1))
+
+        result = await train(mesh, hear, stages=None)
+    assert len(refused) == 1
+    assert_undisturbed(result, told, home)
