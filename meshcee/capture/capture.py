@@ -265,7 +265,7 @@ def _constructed(job: Job) -> tuple[nn.Module, Any]:
     from meshcee.capture.recipes import construct
 
     def built() -> nn.Module:
-        model = job.model()  # type: ignore[operator]
+        model = job.model()
         if (
             job.precision == "bf16"
             and isinstance(model, nn.Module)

@@ -21,6 +21,7 @@ from torch import nn
 
 from meshcee.callbacks import Callback
 from meshcee.errors import UsageError
+from meshcee.events import Event
 from meshcee.files import Home
 from meshcee.hf import arguments
 from meshcee.hf.events import Bridge, StepBridge, handler_of, read_notes, refuse_unheard, steers_steps
@@ -82,7 +83,6 @@ class Trainer:
         self.data_collator = data_collator or _usual_collator(processing_class)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self._where = join, None if join else local or 1
-        self._is_stale = False  # the trained weights are elsewhere
         model.train()
         config: Any = getattr(model, "config", None)
         if config is not None:
@@ -129,13 +129,11 @@ class Trainer:
         heard = [bridge, *self._callbacks]
         try:
             result = trained(job, join=join, local=local, keeps=True, resume=resume, callbacks=heard)
-        except BaseException:
-            self._is_stale = bridge.has_begun
-            raise
         finally:
-            self.callback_handler.model = self.model
-        self._is_stale = False
+            if not bridge.has_begun:
+                self.callback_handler.model = self.model
         self.model.load_state_dict(self._best(result) or result.state_dict)
+        self.callback_handler.model = self.model
         losses = result.losses[bridge.begins :]
         loss = sum(losses) / max(len(losses), 1)
         figures = self._speed("train", began_s, len(losses) * job.batch_size, len(losses)) | {"train_loss": loss}
@@ -288,13 +286,9 @@ class Trainer:
         """UsageError where the model has not the weights that a script means: they are with the peers, or in a run's folder."""
         if self.callback_handler.model is None:
             raise UsageError(
-                "train() is under way, and its weights are with the peers: set control.should_evaluate or control.should_save"
-            )
-        if self._is_stale:
-            raise UsageError(
-                "train() ended early, and this model has the weights from before it: go on with "
-                "train(resume_from_checkpoint=True), or take those of a checkpoint: `meshcee run list`, then "
-                "`meshcee checkpoint export RUN --out FILE`"
+                "the trained weights are not in this model: while train() is under way a callback may set control.should_evaluate "
+                "and control.should_save; where train() ended early, go on with train(resume_from_checkpoint=True), or "
+                "`meshcee run list` and `meshcee checkpoint export RUN --out FILE`"
             )
 
     def _measured(self, prefix: str, predictions: Any, labels: Any) -> dict[str, float]:
@@ -501,4 +495,4 @@ def _warn_of_unfinished(notes: Mapping[str, Any]) -> None:
     """Of the run that output_dir has noted: transformers' get_last_checkpoint finds none, and this one begins anew."""
     run = next((run for run in Home().runs() if run.id == notes.get("run")), None)
     if run is not None and not run.is_over and not run.is_owned:
-        log.warning(f"run {run.id} is unfinished: train(resume_from_checkpoint=True) goes on with it")
+        log.warning(Event.UNFINISHED, run=run.id)

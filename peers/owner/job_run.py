@@ -30,11 +30,12 @@ from meshcee.files import Home, Run, Trouble, disk, settled
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Term
 from meshcee.sampling import FED, repeats
-from meshcee.stage import check_generators, why_one_pipeline
+from meshcee.stage import check_generators
 from peers.mesh_view import MeshView
 from peers.owner.diary import Diary, Numbers, next_incarnation
 from peers.owner.epoch import Owner, Report, in_doubt
 from peers.owner.feed import Feed, Stalls, Steering
+from peers.owner.offering import check_members, remarks
 from peers.owner.recovery import Recovery, Stopwatch, losses
 from peers.owner.result import Result, Telling, Wanted, once
 from peers.owner.turn import Turn
@@ -464,10 +465,7 @@ class Training:
         """See that all members of the plan are here and can run it; before the first epoch, that the plan computes the module."""
         captured, plan = self._captured, planned.plan
         assert captured is not None
-        self.result.notes = planned.notes
-        if self._job.micro_batch_size is None and why_one_pipeline(captured.train):
-            sees = f"batch statistics are of micro-batches of {plan.micro_batch} samples, which the plan has chosen"
-            self.result.notes = (*self.result.notes, f"{sees}: say micro_batch_size in the job, as their size is part of the result")
+        self.result.notes = (*planned.notes, *remarks(self._job, captured, plan))
         await self._steering.meet(self._agent, plan.peers, self._how_to_go_on)
         if self._noted:
             self.copies.restore(self._noted, self._agent.directory.peers.keys())
@@ -478,16 +476,9 @@ class Training:
             await self._look_at_module(captured, plan)
         try:
             self._devices = {peer: self._agent.device_of(peer) for peer in plan.peers}
-        except PeerLostError as error:
-            return moves.Failed(error)
-        try:
-            if self._job.audit:
-                from peers.owner.audit import check_judges
-
-                check_judges(plan, self._devices, self._agent.names())
-            check_generators(captured.train, plan, {peer: device.kind for peer, device in self._devices.items()})
-        except (UsageError, PlanError) as error:
-            if self.owner is None:
+            check_members(self._job, captured, plan, self._devices, self._agent.names())
+        except (PeerLostError, UsageError, PlanError) as error:
+            if self.owner is None and not isinstance(error, PeerLostError):
                 raise
             return moves.Failed(PeerLostError(str(error)))  # another plan may do: the run has trained with one before
         return moves.Met()
@@ -533,9 +524,9 @@ class Training:
         """Raise UnequalError where the captured model is not the user's module."""
         from meshcee.equality import cuts_of, examine, sizes_of
 
-        left_out: list[str] = []
-        await asyncio.to_thread(examine, self._job, captured, sizes_of(plan), cuts_of(plan), say=left_out.append)
-        self.result.notes = (*self.result.notes, *left_out)
+        notes = [*self.result.notes]
+        await asyncio.to_thread(examine, self._job, captured, sizes_of(plan), cuts_of(plan), say=notes.append)
+        self.result.notes = tuple(notes)
 
     async def _profile(self) -> Mapping[str, BlockTimes]:
         """Of the job's blocks on the devices that are idle now; whoever was asked before remembers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 
 import structlog
@@ -19,12 +19,16 @@ from meshcee.capture.initial_state import InitialState
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import CaptureError, ProtocolError
 from meshcee.events import Event
+from meshcee.figures import DeviceProfile
 from meshcee.files.tensor_files import nbytes_of
+from meshcee.job import Job
+from meshcee.plan import Plan
+from meshcee.stage import check_generators, why_one_pipeline
 from peers.state import Beginning, CopySet, Supplies, state_for
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import SLACK_BYTES, NotFoundError, Offer, StateSender, messages, names_of, while_alive
 
-__all__ = ["Offering"]
+__all__ = ["Offering", "check_members", "remarks"]
 
 log = structlog.get_logger()
 
@@ -155,3 +159,22 @@ class Offering:
             return frame
         finally:
             self._awaited.discard(stream)
+
+
+def check_members(
+    job: Job, captured: Capture, plan: Plan, devices: Mapping[str, DeviceProfile], names: Mapping[str, str]
+) -> None:
+    """Raises PlanError or UsageError where the members of a plan cannot have it together."""
+    if job.audit:
+        from peers.owner.audit import check_judges
+
+        check_judges(plan, devices, names)
+    check_generators(captured.train, plan, {peer: device.kind for peer, device in devices.items()})
+
+
+def remarks(job: Job, captured: Capture, plan: Plan) -> tuple[str, ...]:
+    """What people should know of a plan's numbers before it runs."""
+    if job.micro_batch_size is not None or not why_one_pipeline(captured.train):
+        return ()
+    sees = f"batch statistics are of micro-batches of {plan.micro_batch} samples, which the plan has chosen"
+    return (f"{sees}: say micro_batch_size in the job, as their size is part of the result",)

@@ -192,7 +192,7 @@ class _Journal:
         self.reports = _Reports()
         self._coming: dict[str, bytearray] = {}
 
-    def held(self) -> dict[int, int]:
+    def sizes(self) -> dict[int, int]:
         """Bytes of each part by its identity: what is sealed may be what is here still."""
         parts = {id(data): len(data) for data in (*self.files.values(), *self._coming.values())}
         return parts | {id(self.reports): self.reports.held_bytes}
@@ -239,7 +239,7 @@ class KeptJournal:
     def is_live(self) -> bool:
         return self.until_s == math.inf
 
-    def held(self) -> dict[int, int]:
+    def sizes(self) -> dict[int, int]:
         """As of a journal."""
         return {id(data): len(data) for data in self.files.values()} | {id(self.reports): self.reports.held_bytes}
 
@@ -284,9 +284,8 @@ class Shelf:
         """What may still be held; journals whose owner is gone make room for one that grows, oldest first."""
         self._sweep()
         while True:
-            held: dict[int, int] = {}
-            for of in (*self.arriving, *self.sealed.values()):
-                held |= of.held()
+            parts = [of.sizes() for of in self.arriving] + [of.sizes() for of in self.sealed.values()]
+            held = {which: size for part in parts for which, size in part.items()}
             room = MOST_BYTES - sum(held.values())
             gone = next((run for run, kept in self.sealed.items() if not kept.is_live), None)
             if room >= CHUNK_BYTES or gone is None:

@@ -28,7 +28,7 @@ from meshcee.stage.runner import StageRunner
 from peers.measure.sounding import sound
 from peers.node.assemble import QUICK, InProcess, JoinOptions
 from peers.node.mesh import Mesh
-from peers.owner import job_run
+from peers.owner import offering
 from peers.owner.epoch import Report
 from peers.owner.job_run import Result
 from peers.owner.offering import Offering
@@ -366,7 +366,7 @@ async def test_whoever_is_ready_waits_for_a_slow_builder(tmp_path: Path, monkeyp
 async def test_a_later_plan_that_cannot_run_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer's coordinator may plan what the job cannot have, as dropout on devices of two kinds; the next plan may do."""
     home, told, refused = Home(tmp_path), list[Report](), list[Plan]()
-    really = job_run.check_generators
+    really = offering.check_generators
 
     def check(program: Program, plan: Plan, kinds: Mapping[str, str]) -> None:
         really(program, plan, kinds)
@@ -374,7 +374,7 @@ async def test_a_later_plan_that_cannot_run_is_no_end(tmp_path: Path, monkeypatc
             refused.append(plan)
             raise PlanError("the plan draws random numbers (dropout) on cpu and cuda devices")
 
-    monkeypatch.setattr(job_run, "check_generators", check)
+    monkeypatch.setattr(offering, "check_generators", check)
     async with a_mesh(home, 3) as (here, mesh):
 
         def hear(report: Report) -> None:

@@ -151,7 +151,7 @@ def test_reports_are_packed_and_come_out_as_they_went_in(tmp_path: Path) -> None
 
     async def test(mesh: Mesh) -> None:
         stream = await mesh.keep(mesh.a, files)
-        assert sum(mesh.a.shelf.sealed[RUN].held().values()) < len(files[REPORTS]) / 2 + CHUNK_BYTES
+        assert sum(mesh.a.shelf.sealed[RUN].sizes().values()) < len(files[REPORTS]) / 2 + CHUNK_BYTES
         more = files[REPORTS] + b'{"step": 60000, "loss": 1.0}\n'
         at = len(files[REPORTS])
         header = {"run": RUN, "name": REPORTS, "at": at, "size": len(more)}
