@@ -289,17 +289,21 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     refuse_modules(model, job.loss)
     _warn_of_idle_dropout(model)
     names, aliases = _names(model)
-    full = in_full if job.precision == "bf16" else torch.Tensor.detach
-    tensors = {n: full(t.detach()) for n, t in _entries(model) if n not in aliases}
+    tensors = {n: t.detach() for n, t in _entries(model) if n not in aliases}
     elsewhere = sorted({t.device.type for t in tensors.values()} - {"cpu"})
     if elsewhere and recorder is None:
         raise UsageError(f"the model is on {elsewhere[0]}; give it on the CPU: model.cpu()")
-    layout = {n: (t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    widens = job.precision == "bf16" and any(t.dtype in HALVES for t in tensors.values())
+    layout = {
+        n: (torch.float32 if widens and t.dtype in HALVES else t.dtype, tuple(t.shape)) for n, t in tensors.items()
+    }
     job.optimizer.check({names[n]: p.dtype for n, p in model.named_parameters() if p.requires_grad})
     for why in job.optimizer.unmet([n for n, _ in model.named_parameters()], aliases):
         log.warning(Event.GROUP_UNMET, why=why)
     persistent = dict.fromkeys(n for n in model.state_dict(keep_vars=True) if n in names)
     state: Mapping[str, torch.Tensor] = InitialState(tensors, recorder) if recorder else tensors
+    if widens:  # never all of it at once
+        state = OnDemand(tensors, lambda name: in_full(tensors[name]))
     if job.weights is not None:
         from meshcee.capture.recipes import from_checkpoint
 

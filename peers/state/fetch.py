@@ -49,13 +49,6 @@ async def serve(
 
     Who knows a digest has it from the owner, or had the bits: so nobody learns here what was kept from him.
     """
-
-    async def send(frame: Frame) -> None:
-        async with asyncio.timeout(
-            timeouts.offer_s
-        ):  # a reader that asks and does not read would have all kept for ever
-            await stream.send(frame)
-
     stream.max_payload_bytes = MOST * DIGEST_BYTES
     with contextlib.suppress(StreamClosed, TimeoutError):
         async with asyncio.timeout(timeouts.join_s):
@@ -65,13 +58,13 @@ async def serve(
         raw = bytes(frame.payloads[0])
         digests = [raw[i : i + DIGEST_BYTES].hex() for i in range(0, len(raw), DIGEST_BYTES)]
         held = [find(frame.header, digest) for digest in digests]  # kept in memory for as long as they are read
-        await send(Frame(messages.FOUND, {}, [bytes(tensor is not None for tensor in held)]))
+        await stream.send(Frame(messages.FOUND, {}, [bytes(tensor is not None for tensor in held)]))
         stream.max_payload_bytes = 0
         views = [None if tensor is None else byte_view(tensor) for tensor in held]
         while True:
             async with asyncio.timeout(timeouts.offer_s):
                 frame = await stream.recv()
-            await send(Frame(messages.PART, {}, [_cut(views, frame)]))
+            await stream.send(Frame(messages.PART, {}, [_cut(views, frame)]))
 
 
 def _cut(views: Sequence[memoryview | None], frame: Frame) -> bytes:

@@ -26,20 +26,36 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import PlanError
 from meshcee.files.home import Home
 from meshcee.job import Job
-from meshcee.plan import Plan, Stage
+from meshcee.plan import Pipeline, Plan, Stage
+from meshcee.stage.plan_checks import why_one_pipeline
 from peers.node.assemble import JoinOptions, join
 from peers.node.mesh import Mesh
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed
 from tests.mesh.harness import Peers, environment, peers
-from tests.rig.matrix import CASES, FACTORS, Case, job_of, pairs_of, pairwise, stages_of
+from tests.rig.matrix import CASES, FACTORS, MICROS, Case, job_of, pairs_of, pairwise, stages_of
 from tests.rig.mesh_fixture import even_plan
 
 QUICK = 6
 RUN_S = 600.0  # for one case, the wait for free peers included
 
 
-# -- schedules ---------------------------------------------------------------------------------------------------------
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def plan_of(case: Case, captured: Capture, job: Job, names: Sequence[str]) -> Plan:
+    """Stage j on peer j; in one pipeline where the model cannot be in several."""
+    micro, stages = job.micro_batch_size, stages_of(case)
+    assert micro is not None
+    count = 1 if why_one_pipeline(captured.train) else min(case["pipelines"], stages)
+    micros = MICROS.get(count, (job.batch_size // micro,))
+
+    def pipeline(k: int) -> Pipeline:
+        mine = names[:stages][k :: len(micros)]
+        batch = micros[k] * micro
+        return even_plan(captured.train.num_blocks, len(mine), batch, micro, peers=mine).pipelines[0]
+
+    return Plan(micro, tuple(map(pipeline, range(len(micros)))))
 
 
 def scheduled(plan: Plan, schedule: str) -> Plan:
@@ -51,17 +67,19 @@ def scheduled(plan: Plan, schedule: str) -> Plan:
     fused       1f1b with B and W in one on every stage
     unlike      stages that differ in all of this, so that neighbours disagree
     """
-    pipeline = plan.pipelines[0]
-    count, micros = len(pipeline.stages), pipeline.num_micro
 
-    def stage(j: int) -> Stage:
+    def stage(pipeline: Pipeline, j: int) -> Stage:
+        count, micros = len(pipeline.stages), pipeline.num_micro
         windows = {"sequential": 1, "wide": micros, "unlike": (2, micros, 1, micros, 3)[j]}
         window = windows.get(schedule, count - j)
         fused = schedule == "fused" or (schedule == "unlike" and j % 2 == 0)
         cap = window + 2 if schedule == "unlike" and j % 2 else window
         return replace(pipeline.stages[j], window=window, live_cap=cap, fused=fused)
 
-    return replace(plan, pipelines=(replace(pipeline, stages=tuple(map(stage, range(count)))),))
+    def pipeline(one: Pipeline) -> Pipeline:
+        return replace(one, stages=tuple(stage(one, j) for j in range(len(one.stages))))
+
+    return replace(plan, pipelines=tuple(map(pipeline, plan.pipelines)))
 
 
 # -- the two that are compared -----------------------------------------------------------------------------------------
@@ -82,15 +100,13 @@ class MeshOwner:
         self._mesh, self._home, self._peers = mesh, home, peers
         self._loop = asyncio.get_running_loop()
 
-    def train(self, job: Job, stages: int, schedule: str) -> Trained:
+    def train(self, job: Job, case: Case) -> Trained:
         """Blocks; raises what went wrong in the run."""
-        return asyncio.run_coroutine_threadsafe(self._train(job, stages, schedule), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self._train(job, case), self._loop).result()
 
-    async def _train(self, job: Job, stages: int, schedule: str) -> Trained:
+    async def _train(self, job: Job, case: Case) -> Trained:
         captured = await asyncio.to_thread(capture, job)
-        assert job.micro_batch_size is not None
-        even = even_plan(captured.train.num_blocks, stages, job.batch_size, job.micro_batch_size, peers=self._peers)
-        plan = scheduled(even, schedule)
+        plan = scheduled(plan_of(case, captured, job, self._peers), case["schedule"])
         losses: list[float] = []
 
         async def hear(report: Report) -> None:
@@ -230,7 +246,7 @@ def test_any_combination_equals_the_plain_loop(owner: MeshOwner, eager: EagerPro
     job = job_of(case)
     assert job.micro_batch_size is not None
     with eager.training(case, job.micro_batch_size / job.batch_size) as expected:
-        trained = owner.train(job, stages_of(case), case["schedule"])
+        trained = owner.train(job, case)
     assert_equal(trained, expected)
 
 
@@ -238,9 +254,9 @@ def test_any_combination_equals_the_plain_loop(owner: MeshOwner, eager: EagerPro
 @pytest.mark.timeout(900)
 def test_a_thousand_steps_on_four_stages_equal_the_plain_loop(owner: MeshOwner, eager: EagerProcess) -> None:
     """The demo's model, small: rounding that differs once would have a thousand steps to grow."""
-    case = {"model": "long"}
+    case = {"model": "long", "stages": 4, "pipelines": 1, "schedule": "1f1b"}
     job = job_of(case)
     with eager.training(case, 1 / 4) as expected:
-        trained = owner.train(job, 4, "1f1b")
+        trained = owner.train(job, case)
     assert_equal(trained, expected)
     assert trained.losses[-1] < 0.8 * trained.losses[0]

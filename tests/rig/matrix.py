@@ -16,7 +16,7 @@ from meshcee.job import Job
 from meshcee.optim import Optimizer, Schedule
 from tests.rig import zoo
 
-__all__ = ["CASES", "FACTORS", "Case", "job_of", "pairs_of", "pairwise", "stages_of"]
+__all__ = ["CASES", "FACTORS", "MICROS", "Case", "job_of", "pairs_of", "pairwise", "stages_of"]
 
 Case = dict[str, Any]
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
@@ -27,6 +27,7 @@ FACTORS: dict[str, Sequence[Any]] = {
         *("bert", "vit", "resnet", "lstm", "moe", "lora", "lengths", "sizes"),
     ),
     "stages": (1, 2, 3, 4, 5),
+    "pipelines": (1, 2, 3),  # that the stages are dealt to: unequal runs of micro-batches, and cut differently
     "schedule": ("sequential", "1f1b", "wide", "fused", "unlike"),  # tests/mesh/test_matrix.py says what each is
     "optimizer": ("adamw", "sgd"),
     "dropout": (True, False),
@@ -35,6 +36,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "recompute": (False, True),
 }
 MOST_STAGES = {"lstm": 4}  # it has no more blocks
+MICROS = {2: (4, 2), 3: (3, 1, 2)}  # of every pipeline, by how many there are
 STEPS = 3
 
 

@@ -201,23 +201,3 @@ async def test_nobody_reads_more_than_there_is(ranges: Any) -> None:
             return  # more than a header holds
         with pytest.raises(ConnectionError):
             await stream.recv()
-
-
-@virtual_time
-async def test_a_reader_that_asks_and_reads_nothing_is_given_up() -> None:
-    """Else all that it asked for would be kept as long as its machine is up."""
-    tensor = torch.zeros(64 * CHUNK_BYTES // 4)
-    network, over = MemoryNetwork(), asyncio.Event()
-
-    async def serving(stream: Stream) -> None:
-        await serve(stream, lambda header, digest: tensor, TIMES)
-        over.set()
-
-    async with network.transport("a") as source, network.transport("reader") as reader:
-        source.serve("copies", serving)
-        stream = await reader.open("a", "copies")
-        await stream.send(Frame(messages.SEEK, {}, [bytes(32)]))
-        for chunk in range(64):
-            await stream.send(Frame(messages.PULL, {"ranges": [[0, chunk * CHUNK_BYTES, CHUNK_BYTES]]}))
-        async with asyncio.timeout(2 * TIMES.offer_s):
-            await over.wait()
