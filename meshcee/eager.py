@@ -235,11 +235,10 @@ def _copied(model: nn.Module) -> nn.Module:
 HALVES = (torch.bfloat16, torch.float16)
 
 
-def widen(model: nn.Module) -> nn.Module:
+def widen(model: nn.Module) -> None:
     """Its half-precision tensors in fp32: what a job in bf16 has as masters, whatever its checkpoint was saved in."""
     if any(t.dtype in HALVES for t in (*model.parameters(), *model.buffers())):
         model._apply(in_full)  # type: ignore[no-untyped-call]
-    return model
 
 
 def in_full(tensor: torch.Tensor) -> torch.Tensor:

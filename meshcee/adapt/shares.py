@@ -34,9 +34,7 @@ class Shares:
         self._fill: list[float] = [len(p.stages) - 1 for p in plan.pipelines]  # paces of the first passage
         self._most_fill = tuple(self._fill)
         self._most = tuple(max(n, most[i] if i < len(most) else 0) for i, n in enumerate(self.counts))
-        self._heard: tuple[
-            tuple[int, float], ...
-        ] = ()  # of each pipeline its micro-batches in the last step, and its seconds
+        self._heard: tuple[tuple[int, float], ...] = ()  # micro-batches and seconds of each pipeline's last step
         self._paces: tuple[float, ...] = ()
         self._noise = 0.0
 

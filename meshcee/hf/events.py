@@ -123,7 +123,7 @@ class Bridge(Callback):
         self._outputs, self._measure, self._notes = outputs, measure, notes or {}
         self._losses: list[float] = []  # of the steps since the last log
         self._decided: dict[int, float] = {}  # the decisive metric of evaluations, by step
-        self.has_begun = False
+        self._has_begun = False
         self._trouble = Trouble()
 
     # -- what a run tells
@@ -162,9 +162,9 @@ class Bridge(Callback):
             run.keep(self.state.best_global_step)
 
     def on_plan(self, run: Control, plan: Any) -> None:
-        if self.has_begun:
+        if self._has_begun:
             return
-        self.has_begun = True
+        self._has_begun = True
         self._hear("on_train_begin")
         self.handler.model = None  # until the end its weights are with the peers
         self._hear("on_epoch_begin")

@@ -127,11 +127,7 @@ class Trainer:
         began_s = time.time()
         join, local = self._where
         heard = [bridge, *self._callbacks]
-        try:
-            result = trained(job, join=join, local=local, keeps=True, resume=resume, callbacks=heard)
-        finally:
-            if not bridge.has_begun:
-                self.callback_handler.model = self.model
+        result = trained(job, join=join, local=local, keeps=True, resume=resume, callbacks=heard)
         self.model.load_state_dict(self._best(result) or result.state_dict)
         self.callback_handler.model = self.model
         losses = result.losses[bridge.begins :]

@@ -38,8 +38,8 @@ class Optimizer:
 
     >>> Optimizer("AdamW", lr=3e-4, weight_decay=0.1, groups={"*.bias": {"weight_decay": 0.0}})
 
-    Patterns are shell patterns over `named_parameters` names; the first that matches wins, the rest form the last group. A pattern
-    that matches no parameter of the model is refused. A group may have a class of its own, with options of its own alone:
+    Patterns are shell patterns over `named_parameters` names; the first that matches wins, the rest form the last group. A warning
+    tells of a pattern that matches no parameter. A group may have a class of its own, with options of its own alone:
 
     >>> Optimizer("Muon", lr=0.02, groups={"*embed*|*.bias": {"class": "AdamW", "lr": 3e-4}})
     """

@@ -13,7 +13,7 @@ from meshcee.capture.graph import Node, is_random
 from meshcee.errors import PlanError
 from meshcee.plan import Plan
 
-__all__ = ["check_generators", "check_pipelines", "why_one_pipeline"]
+__all__ = ["check_generators", "check_pipelines", "remarks", "why_one_pipeline"]
 
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
@@ -64,6 +64,14 @@ def why_one_pipeline(program: Program) -> str:
             "its own"
         )
     return ""
+
+
+def remarks(program: Program, plan: Plan, micro_batch_size: int | None) -> tuple[str, ...]:
+    """What people should know of a plan's numbers before it runs. `micro_batch_size`: as the job says, None where it does not."""
+    if micro_batch_size is not None or not why_one_pipeline(program):
+        return ()
+    sees = f"batch statistics are of micro-batches of {plan.micro_batch} samples, which the plan has chosen"
+    return (f"{sees}: say micro_batch_size in the job, as their size is part of the result",)
 
 
 def check_pipelines(program: Program, plan: Plan) -> None:

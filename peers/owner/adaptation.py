@@ -150,9 +150,7 @@ class Adaptation:
         self._feeding = Feeding(request.feeds, request.job.data_s * request.job.batch_size)
         self._paces = Paces()
         self._plan = plan
-        self._change: Change | None = (
-            None  # to the plan that comes next or runs, until its steps have told what it gained
-        )
+        self._change: Change | None = None  # to the next plan or the running one, until its steps tell what it gained
         self._adapter: Adapter | None = None  # none is needed while nothing has changed
         self._shifts: list[Shift] = []
         self._search_at_s = self._probes_at_s = self._sound_at_s = -math.inf

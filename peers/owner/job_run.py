@@ -30,12 +30,12 @@ from meshcee.files import Home, Run, Trouble, disk, settled
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Term
 from meshcee.sampling import FED, repeats
-from meshcee.stage import check_generators
+from meshcee.stage import check_generators, remarks
 from peers.mesh_view import MeshView
 from peers.owner.diary import Diary, Numbers, next_incarnation
 from peers.owner.epoch import Owner, Report, in_doubt
 from peers.owner.feed import Feed, Stalls, Steering
-from peers.owner.offering import check_members, remarks
+from peers.owner.offering import check_members
 from peers.owner.recovery import Recovery, Stopwatch, losses
 from peers.owner.result import Result, Telling, Wanted, once
 from peers.owner.turn import Turn
@@ -465,7 +465,7 @@ class Training:
         """See that all members of the plan are here and can run it; before the first epoch, that the plan computes the module."""
         captured, plan = self._captured, planned.plan
         assert captured is not None
-        self.result.notes = (*planned.notes, *remarks(self._job, captured, plan))
+        self.result.notes = (*planned.notes, *remarks(captured.train, plan, self._job.micro_batch_size))
         await self._steering.meet(self._agent, plan.peers, self._how_to_go_on)
         if self._noted:
             self.copies.restore(self._noted, self._agent.directory.peers.keys())

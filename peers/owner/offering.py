@@ -2,7 +2,7 @@
 
 The idea: weights go out tensor by tensor and to all members side by side, so the slowest link holds nobody up. Whoever offers
 makes one frame at a time, and none while those on their way hold much memory. An offer may take as long as it gets on: as
-bytes leave, or as the member says that it has more of it than before.
+bytes leave, or as the member says that it has more of it than before. `check_members` says first whether they can have the plan.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from meshcee.figures import DeviceProfile
 from meshcee.files.tensor_files import nbytes_of
 from meshcee.job import Job
 from meshcee.plan import Plan
-from meshcee.stage import check_generators, why_one_pipeline
+from meshcee.stage import check_generators
 from peers.state import Beginning, CopySet, Supplies, state_for
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import SLACK_BYTES, NotFoundError, Offer, StateSender, messages, names_of, while_alive
 
-__all__ = ["Offering", "check_members", "remarks"]
+__all__ = ["Offering", "check_members"]
 
 log = structlog.get_logger()
 
@@ -170,11 +170,3 @@ def check_members(
 
         check_judges(plan, devices, names)
     check_generators(captured.train, plan, {peer: device.kind for peer, device in devices.items()})
-
-
-def remarks(job: Job, captured: Capture, plan: Plan) -> tuple[str, ...]:
-    """What people should know of a plan's numbers before it runs."""
-    if job.micro_batch_size is not None or not why_one_pipeline(captured.train):
-        return ()
-    sees = f"batch statistics are of micro-batches of {plan.micro_batch} samples, which the plan has chosen"
-    return (f"{sees}: say micro_batch_size in the job, as their size is part of the result",)

@@ -352,6 +352,8 @@ def test_what_was_not_trained_to_its_end_is_not_saved_as_trained(tmp_path: Path)
     trainer.save_model(tmp_path / "before")
     with pytest.raises((KeyboardInterrupt, CancelledError)):
         trainer.train()
+    with pytest.raises(UsageError):
+        trainer.train(resume_from_checkpoint="no-such-run")  # it ends before it begins, and changes nothing of that
     for call in (trainer.save_model, lambda: trainer.evaluate(texts(4))):
         with pytest.raises(
             UsageError, match=r"where train\(\) ended early.*resume_from_checkpoint=True.*meshcee checkpoint export"
