@@ -29,7 +29,7 @@ from meshcee.files.tensor_files import byte_view
 from peers.state.policy import AHEAD, CHUNK_BYTES, Stride
 from peers.state.store import CORES
 from peers.transport import Frame, Stream, StreamClosed, Transport
-from peers.wire import DIGEST_BYTES, digest_of, messages, need, unless_silent
+from peers.wire import DIGEST_BYTES, digest_of, messages, need, unless_silent, while_moving
 
 __all__ = ["Fetch", "Reader", "Shape", "serve"]
 
@@ -56,15 +56,21 @@ async def serve(
         if frame.kind != messages.SEEK or len(frame.payloads) != 1 or len(frame.payloads[0]) % DIGEST_BYTES:
             raise ProtocolError(f"expected digests, got a frame of kind {frame.kind!r}")
         raw = bytes(frame.payloads[0])
-        digests = [raw[i : i + DIGEST_BYTES].hex() for i in range(0, len(raw), DIGEST_BYTES)]
-        held = [find(frame.header, digest) for digest in digests]  # kept in memory for as long as they are read
-        await stream.send(Frame(messages.FOUND, {}, [bytes(tensor is not None for tensor in held)]))
+        held = [find(frame.header, raw[i : i + DIGEST_BYTES].hex()) for i in range(0, len(raw), DIGEST_BYTES)]
         stream.max_payload_bytes = 0
-        views = [None if tensor is None else byte_view(tensor) for tensor in held]
-        while True:
-            async with asyncio.timeout(timeouts.offer_s):
-                frame = await stream.recv()
-            await stream.send(Frame(messages.PART, {}, [_cut(views, frame)]))
+
+        def moved() -> tuple[int, int]:
+            """What is held stays in memory while it is read. A slow link moves; a reader that stalls does not."""
+            return stream.sent_bytes, stream.received_bytes
+
+        await while_moving(partial(_lend, stream, held), moved, timeouts.offer_s, timeouts)
+
+
+async def _lend(stream: Stream, held: Sequence[torch.Tensor | None]) -> None:
+    await stream.send(Frame(messages.FOUND, {}, [bytes(tensor is not None for tensor in held)]))
+    views = [None if tensor is None else byte_view(tensor) for tensor in held]
+    while True:
+        await stream.send(Frame(messages.PART, {}, [_cut(views, await stream.recv())]))
 
 
 def _cut(views: Sequence[memoryview | None], frame: Frame) -> bytes:

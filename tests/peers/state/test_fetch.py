@@ -201,3 +201,34 @@ async def test_nobody_reads_more_than_there_is(ranges: Any) -> None:
             return  # more than a header holds
         with pytest.raises(ConnectionError):
             await stream.recv()
+
+
+async def asked_and_not_read() -> float:
+    """For how long a source lends to a reader that asks for a tensor again and again, and takes nothing of it, s."""
+    tensor = torch.zeros(CHUNK_BYTES // 4)
+    network, over = MemoryNetwork(), asyncio.Event()
+
+    async def lend(stream: Stream) -> None:
+        try:
+            await honest({digest_of(tensor): tensor})(stream)
+        finally:
+            over.set()
+
+    loop = asyncio.get_running_loop()
+    async with network.transport("a") as source, network.transport("reader") as reader:
+        source.serve("copies", lend)
+        stream, began_s = await reader.open("a", "copies"), loop.time()
+        await stream.send(Frame(messages.SEEK, {}, [bytes.fromhex(digest_of(tensor))]))
+        for _ in range(1000):
+            await stream.send(Frame(messages.PULL, {"ranges": [[0, 0, CHUNK_BYTES]]}))
+        async with asyncio.timeout(10 * TIMES.offer_s):
+            await over.wait()
+        return loop.time() - began_s
+
+
+def test_who_asks_and_does_not_read_holds_no_copies() -> None:
+    """Its pieces of a model stayed in the source's memory for as long as its stream was open."""
+    assert TIMES.offer_s <= run(asked_and_not_read()) < 2 * TIMES.offer_s
+    waits = "while_moving(partial(_lend, stream, held), moved, timeouts.offer_s, timeouts)"
+    with changed(serve, waits, "_lend(stream, held)"):
+        assert breaks(lambda: run(asked_and_not_read()))
