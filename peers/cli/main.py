@@ -105,7 +105,7 @@ def peer(
     pace_gflops: Annotated[
         float | None, typer.Option(min=1e-6, help="Emulate: a device of this many GFLOP/s, on real links.")
     ] = None,
-    device_process: DeviceProcess = False,
+    device_process: DeviceProcess = None,
     direct_sums: Annotated[
         bool,
         typer.Option(

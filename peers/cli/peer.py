@@ -55,7 +55,7 @@ class PeerOptions(Lent):
     shape_device: str | None
     jitter_ms: float
     pace_gflops: float | None
-    device_process: bool
+    device_process: bool | None
     direct_sums: bool
     lan: bool = True
     metrics: str | None = None
@@ -75,6 +75,20 @@ def asks_people(options: PeerOptions, *, as_json: bool) -> bool:
     return not said and sys.stdin.isatty() and sys.stdout.isatty()
 
 
+def has_own_process(said: bool | None, *, emulated: bool, direct_sums: bool) -> bool:
+    """Whether the device computes in a process of its own: where it can, unless something else is said."""
+    for hinders, why in (
+        (sys.platform != "linux", "a process for the device needs Linux"),
+        (emulated, "an emulated device computes in the peer's own process"),
+        (direct_sums, "a process for the device has no network for --direct-sums"),
+    ):
+        if hinders:
+            if said:
+                raise UsageError(f"{why}: leave out --device-process")
+            return False
+    return said is not False
+
+
 def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     die_with_parent()
     if (options.shape is None) != (options.shape_device is None):
@@ -83,13 +97,9 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         raise UsageError("--shape paces the device itself: leave out --pace-gflops")
     if options.join and options.open:
         raise UsageError("--open starts a mesh without a key; a mesh that is joined has already decided")
-    if options.device_process and (options.shape or options.pace_gflops):
-        raise UsageError("an emulated device computes in the peer's own process: leave out --device-process")
-    if options.device_process and sys.platform != "linux":
-        raise UsageError("--device-process needs Linux: leave it out here")
-    if options.device_process and options.direct_sums:
-        raise UsageError("a device's process has no network for --direct-sums: leave out one of the two")
     configure_logging(as_json=as_json)
+    emulated = bool(options.shape or options.pace_gflops)
+    own_process = has_own_process(options.device_process, emulated=emulated, direct_sums=options.direct_sums)
     where_metered = address_of(options.metrics)
     memory_bytes = parse_bytes(options.memory) if options.memory else None
     hours = Hours.parse(options.when) if options.when else None
@@ -119,7 +129,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         jitter_s=options.jitter_ms / 1e3,
         pace=paced(options.pace_gflops * 1e9) if options.pace_gflops else None,
         leave_s=options.leave_within if options.leave_within is not None or spot is None else spot.leave_s,
-        device_process=options.device_process,
+        device_process=own_process,
         direct_sums=options.direct_sums,
         datasets=tuple(options.dataset or ()),
         threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),

@@ -36,6 +36,8 @@ class Done:
 
 def environment(home: Path, **more: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MESHCEE_") or k == "MESHCEE_WHEEL_TEST"}
+    if "MESHCEE_WHEEL_TEST" not in os.environ:
+        kept["MESHCEE_DEVICE_PROCESS"] = "0"  # three seconds of a core for each peer; tests of it say --device-process
     return {**kept, "MESHCEE_HOME": str(home), "OMP_NUM_THREADS": "1", **more}
 
 

@@ -131,10 +131,11 @@ LeaveWithin = Annotated[
     typer.Option(envvar="MESHCEE_LEAVE_WITHIN", min=0.0, help="Seconds that its job has to go on without it: 30."),
 ]
 DeviceProcess = Annotated[
-    bool,
+    bool | None,
     typer.Option(
-        "--device-process",
-        help="Compute in a process of its own, without this peer's keys: a crash ends only that.",
+        "--device-process/--no-device-process",
+        envvar="MESHCEE_DEVICE_PROCESS",
+        help="Compute in a process of its own, without this peer's keys: a crash ends only that. Default: wherever it can.",
     ),
 ]
 Datasets = Annotated[

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from meshcee.errors import PlanError, UsageError
 from peers.cli.main import app
+from peers.cli.peer import has_own_process
 from peers.cli.plan import read_plan
 from tests.rig.mesh_fixture import even_plan, grouped
 
@@ -46,8 +48,17 @@ def test_an_emulated_device_has_no_process_of_its_own(emulated: list[str]) -> No
 
 
 def test_a_device_without_a_network_sums_nothing_over_one() -> None:
-    with pytest.raises(UsageError, match="leave out one of the two"):
+    with pytest.raises(UsageError, match="no network for --direct-sums: leave out"):
         CliRunner().invoke(app, ["peer", "--device-process", "--direct-sums"], catch_exceptions=False)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process for the device needs Linux")
+@pytest.mark.parametrize("emulated", [False, True])
+@pytest.mark.parametrize("direct_sums", [False, True])
+def test_a_device_has_a_process_of_its_own_where_it_can(emulated: bool, direct_sums: bool) -> None:
+    about = {"emulated": emulated, "direct_sums": direct_sums}
+    assert has_own_process(None, **about) == (not emulated and not direct_sums)
+    assert not has_own_process(False, **about)
 
 
 @pytest.mark.parametrize("under", [False, True])
