@@ -75,12 +75,11 @@ def asks_people(options: PeerOptions, *, as_json: bool) -> bool:
     return not said and sys.stdin.isatty() and sys.stdout.isatty()
 
 
-def has_own_process(said: bool | None, *, emulated: bool, direct_sums: bool) -> bool:
+def has_own_process(said: bool | None, *, emulated: bool) -> bool:
     """Whether the device computes in a process of its own: where it can, unless something else is said."""
     for hinders, why in (
         (sys.platform != "linux", "a process for the device needs Linux"),
         (emulated, "an emulated device computes in the peer's own process"),
-        (direct_sums, "a process for the device has no network for --direct-sums"),
     ):
         if hinders:
             if said:
@@ -99,7 +98,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         raise UsageError("--open starts a mesh without a key; a mesh that is joined has already decided")
     configure_logging(as_json=as_json)
     emulated = bool(options.shape or options.pace_gflops)
-    own_process = has_own_process(options.device_process, emulated=emulated, direct_sums=options.direct_sums)
+    own_process = has_own_process(options.device_process, emulated=emulated)
     where_metered = address_of(options.metrics)
     memory_bytes = parse_bytes(options.memory) if options.memory else None
     hours = Hours.parse(options.when) if options.when else None

@@ -18,7 +18,6 @@ import structlog
 from dht import Identity, Members, MeshKey, PeerRecord, Store, TermFile
 from meshcee import __version__
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import PlanError
 from meshcee.figures import DeviceProfile
 from peers.device import Compute, Graphs, measure_device
 from peers.member import Member
@@ -181,11 +180,7 @@ class Agent(MeshView):
 
     async def _accept(self, owner: str, offer: Offer) -> None:
         self.elector.accept(offer.term)
-        if offer.place.meeting_host is not None and not self.options.direct_sums:
-            raise PlanError(
-                f"{self.options.name} opens no connections for direct_sums: start it with `meshcee peer --direct-sums`, or leave "
-                "direct_sums out of the job"
-            )
+        offer.check_consent(self.options.name, direct_sums=self.options.direct_sums)
 
     async def judge(self, *case: Any) -> Any:
         from peers.member.audit import again

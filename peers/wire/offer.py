@@ -277,6 +277,14 @@ class Offer:
             meeting_host=self._meeting_host if self._sums_directly else None,
         )
 
+    def check_consent(self, who: str, *, direct_sums: bool) -> None:
+        """PlanError where the job asks for connections that are not encrypted, and whose device it is has not said yes."""
+        if self._sums_directly and not direct_sums:
+            raise PlanError(
+                f"{who} opens no connections for direct_sums: start it with `meshcee peer --direct-sums`, or leave direct_sums out "
+                "of the job"
+            )
+
     @property
     def _sums_directly(self) -> bool:
         """Only inside a group: other pipelines are in other regions, as a rule, where process groups do not reach."""

@@ -29,6 +29,7 @@ __all__ = [
     "filter_calls",
     "has_rings",
     "keep_privileges",
+    "leave_namespaces",
     "limit_cpu",
     "limit_memory",
     "tried",
@@ -92,9 +93,9 @@ def _count_threads(memory_bytes: int) -> None:
         raise OSError(errno.EBUSY, "")
 
 
-def _leave_namespaces(memory_bytes: int) -> None:
-    """No user of the machine, no network device, no queue that others know."""
-    _called(_libc.unshare(sum(_NAMESPACES.values())))
+def leave_namespaces(memory_bytes: int = 0, *, network: bool = False) -> None:
+    """No user of the machine, no network device but where it may use the `network`, no queue that others know."""
+    _called(_libc.unshare(sum(bit for name, bit in _NAMESPACES.items() if name != "network" or not network)))
 
 
 def _drop_capabilities(memory_bytes: int) -> None:
@@ -134,12 +135,12 @@ def _memory() -> list[int]:
 
 
 class Rules:
-    """All that this kernel's landlock knows of is forbidden, but for what `may_read` names: files, ports, signals to others."""
+    """All that landlock knows of is forbidden, but for what `may_read` names, and ports for the `network`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, network: bool = False) -> None:
         version = _called(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_VERSION))
         rights = 13 + (version >= 2) + (version >= 3) + (version >= 5)
-        rules = struct.pack("=QQQ", (1 << rights) - 1, 3 * (version >= 4), 3 * (version >= 6))
+        rules = struct.pack("=QQQ", (1 << rights) - 1, 3 * (version >= 4 and not network), 3 * (version >= 6))
         size = 24 if version >= 6 else 16 if version >= 4 else 8
         self._handle = _called(_libc.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(size), 0))
 
@@ -185,7 +186,7 @@ def has_rings() -> bool:
 # By name, in this order: the first needs rights that the others take.
 GUARDS: dict[str, Callable[[int], object]] = {
     "one thread": _count_threads,  # another would keep what this one gives up
-    "namespaces": _leave_namespaces,
+    "namespaces": leave_namespaces,
     "no capabilities": _drop_capabilities,
     "no new privileges": keep_privileges,
     "limits": _limit,

@@ -34,6 +34,11 @@ _OF_A_DEVICE: dict[str, tuple[int | None, int | None]] = {
     "memfd_create": (319, 279), "ftruncate": (77, 46), "pwrite64": (18, 68), "flock": (73, 32), "shutdown": (48, 210),
     "getsockopt": (55, 209), "getsockname": (51, 204), "getpeername": (52, 205),
 }  # fmt: skip
+_OF_A_NETWORK: dict[str, tuple[int | None, int | None]] = {
+    "connect": (42, 203), "accept": (43, 202), "accept4": (288, 242), "bind": (49, 200), "listen": (50, 201),
+    "setsockopt": (54, 208), "epoll_create1": (291, 20), "eventfd2": (290, 19), "pipe2": (293, 59), "select": (23, None),
+    "pselect6": (270, 72),
+}  # fmt: skip
 _OF_IMPORTS: dict[str, tuple[int | None, int | None]] = {
     "getdents64": (217, 61), "readlink": (89, None), "readlinkat": (267, 78), "getcwd": (79, 17), "newfstatat": (262, 79),
 }  # fmt: skip
@@ -45,6 +50,8 @@ _MMAP, _MPROTECT, _PRLIMIT, _TGKILL, _FCNTL, _NEWFSTATAT = (
     (72, 25),
     (262, 79),
 )
+_SOCKET = (41, 198)
+_FAMILIES = (2, 10, 16)  # of sockets: IPv4, IPv6, and netlink, which lists interfaces
 _IOCTL, _PRCTL, _CLONE, _CLONE3, _OPENAT = (16, 29), (157, 167), (56, 220), (435, 435), (257, 56)
 IO_URING_SETUP = 425  # on both
 SECCOMP = {"x86_64": 317, "aarch64": 277}  # the call that installs a filter
@@ -68,10 +75,10 @@ def of_a_check() -> bytes:
     return _program(_CALLS, _FCNTLS, [], may_make_code=False)
 
 
-def of_a_device(*, may_read: bool) -> bytes:
+def of_a_device(*, may_read: bool, network: bool = False) -> bytes:
     """As of a check, and threads, an event loop, sealed memory, and code: oneDNN makes its kernels while it runs.
 
-    `may_read` files: something else, landlock, sees to it which.
+    `may_read` files: something else, landlock, sees to it which. `network`: it may connect and listen.
     """
     column, _ = _here()
     more = [
@@ -87,6 +94,9 @@ def of_a_device(*, may_read: bool) -> bytes:
     if may_read:
         calls |= _OF_IMPORTS
         more += _when(_OPENAT[column], 2, _without_bit(_TO_WRITE))
+    if network:
+        calls |= _OF_A_NETWORK
+        more += _when(_SOCKET[column], 0, _among(*_FAMILIES))
     return _program(calls, _FCNTLS + _FCNTLS_OF_A_DEVICE, more, may_make_code=True)
 
 

@@ -21,9 +21,18 @@ from functools import partial
 from peers.device.this_host import lock_file, locks
 from peers.device.worker.confine import GUARDS as OF_A_CHECK
 from peers.device.worker.confine import POSSIBLE as TO_A_CHECK
-from peers.device.worker.confine import Rules, filter_calls, has_rings, keep_privileges, limit_memory, tried
+from peers.device.worker.confine import (
+    Rules,
+    filter_calls,
+    has_rings,
+    keep_privileges,
+    leave_namespaces,
+    limit_memory,
+    tried,
+)
 from peers.device.worker.packets import Confinement
 from peers.device.worker.system_calls import of_a_device, without_rings
+from peers.node.device_process.messages import Begin
 
 __all__ = ["GUARDS", "POSSIBLE", "confine", "confine_fully", "limit_to", "readable", "refuse_rings"]
 
@@ -47,15 +56,21 @@ OF_A_GPU = ("landlock, memory, seccomp: nobody knows yet all that a GPU's driver
 SLACK, SLACK_BYTES = 1.25, 512 << 20
 
 
-def confine(device: str) -> Confinement:
+def confine(begin: Begin) -> Confinement:
     """Once: before the first thread, and before a GPU's driver is asked for anything."""
+    device = begin.device
     if device != "cpu" and not device.startswith("cuda"):
         return Confinement((), (f"everything: only on a CPU or a CUDA device, and this is {device}",), ())
     if (file := lock_file()) is not None:
         locks.append(file)
+    guards = dict(GUARDS)
+    if begin.direct_sums:
+        guards["namespaces"] = partial(leave_namespaces, network=True)
+        guards["landlock"] = partial(_landlock, network=True)
     if device == "cpu":
-        return tried(GUARDS, {})
-    found = tried({name: guard for name, guard in GUARDS.items() if name != "landlock"}, {})
+        return tried(guards, {})
+    del guards["landlock"]
+    found = tried(guards, {})
     return replace(found, missing=(*found.missing, *OF_A_GPU))
 
 
@@ -66,19 +81,20 @@ def refuse_rings() -> None:
         filter_calls(without_rings())
 
 
-def confine_fully(device: str, before: Confinement, memory_bytes: int) -> Confinement:
+def confine_fully(begin: Begin, before: Confinement, memory_bytes: int) -> Confinement:
     """Once: after a first step, and before the first job. `memory_bytes` is what this device lends."""
-    if device != "cpu":
-        return replace(before, possible=tried({}, POSSIBLE).possible)
-    files = partial(_filter_calls, may_read="landlock" in before.got)
-    after = tried({"memory": limit_to, "seccomp": files}, POSSIBLE, memory_bytes)
+    possible = {what: attempt for what, attempt in POSSIBLE.items() if what not in OF_SUMS or not begin.direct_sums}
+    if begin.device != "cpu":
+        return replace(before, possible=tried({}, possible).possible)
+    calls = partial(_filter_calls, may_read="landlock" in before.got, network=begin.direct_sums)
+    after = tried({"memory": limit_to, "seccomp": calls}, possible, memory_bytes)
     return Confinement(before.got + after.got, before.missing + after.missing, after.possible)
 
 
-def _filter_calls(_: int, *, may_read: bool) -> None:
+def _filter_calls(_: int, *, may_read: bool, network: bool) -> None:
     if has_rings():
         raise OSError(errno.EBUSY, "")
-    filter_calls(of_a_device(may_read=may_read))
+    filter_calls(of_a_device(may_read=may_read, network=network))
 
 
 def limit_to(memory_bytes: int) -> None:
@@ -91,8 +107,8 @@ def _no_core_file(_: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def _landlock(_: int) -> None:
-    with contextlib.closing(Rules()) as rules:
+def _landlock(_: int, *, network: bool = False) -> None:
+    with contextlib.closing(Rules(network=network)) as rules:
         for path in readable():
             rules.may_read(path)
         rules.restrict()
@@ -135,3 +151,4 @@ POSSIBLE: dict[str, Callable[[], object]] = {
     "reach the network": _connect,
     "start processes": _start,
 }
+OF_SUMS = ("open sockets", "reach the network")  # what direct sums need

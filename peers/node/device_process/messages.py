@@ -54,6 +54,7 @@ class Begin:
     host: _Text
     threads_said: bool
     known: DeviceProfile | None  # what an earlier process has measured, and the mesh was promised
+    direct_sums: bool  # it may use the network, for these alone
     speaks: Annotated[bytes, Meta(max_length=96)]  # a key that signs audited steps for the peer, packed; or none
     limits: Limits
     timeouts: Timeouts

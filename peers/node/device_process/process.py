@@ -87,6 +87,9 @@ class OfDevice(Protocol):
     @property
     def threads_said(self) -> bool: ...
 
+    @property
+    def direct_sums(self) -> bool: ...
+
 
 class DeviceProcess:
     """What an agent lends (`Lent`), in a process. Lifetime is `async with`, which starts it; `begin` says for whom it works."""
@@ -142,6 +145,7 @@ class DeviceProcess:
             memory_bytes=said.memory_bytes,
             host=said.host,
             threads_said=said.threads_said,
+            direct_sums=said.direct_sums,
             speaks=Delegate.of(view.sign).pack(),
             **asked,
         )
@@ -156,6 +160,7 @@ class DeviceProcess:
         memory_bytes: int | None = None,
         host: str = "",
         threads_said: bool = False,
+        direct_sums: bool = False,
         speaks: bytes = b"",
         begun: Callable[[], Hear] = lambda: lambda rates, depths: None,
         bandwidths: Callable[[], Mapping[str, float]] = dict,
@@ -164,13 +169,24 @@ class DeviceProcess:
 
         accept      (owner, term) -> raises NotPermittedError where the term is over
         addresses   where a peer of this mesh listens; JoinError for any other
+        direct_sums it may use the network, for these
         speaks      signs steps of audited jobs; without it they are refused
         begun       a plan begins: what is to be told of each of its steps
         bandwidths  of the links from here, as published, the newest first
         """
         threads, limits = torch.get_num_threads(), self._graphs.limits
         self._begin = Begin(
-            transport.peer_id, self._device, threads, memory_bytes, host, threads_said, None, speaks, limits, timeouts
+            transport.peer_id,
+            self._device,
+            threads,
+            memory_bytes,
+            host,
+            threads_said,
+            None,
+            direct_sums,
+            speaks,
+            limits,
+            timeouts,
         )
         self._asked = _Asked(accept, addresses, begun, bandwidths)
         self._running = self._group.create_task(self._run(transport))

@@ -22,7 +22,7 @@ import uvloop
 
 from meshcee.capture import Program, decode_program, prepare
 from meshcee.config import Limits
-from meshcee.errors import GraphError, NotPermittedError, PlanError, ProtocolError
+from meshcee.errors import GraphError, NotPermittedError, ProtocolError
 from meshcee.files import settled
 from meshcee.job import seeded
 from meshcee.optim import PER_PARAMETER, Optimizer
@@ -98,8 +98,8 @@ class _Graphs(Graphs):
         return await asyncio.to_thread(lambda: [decode_program(graph, self.limits, checked=True) for graph in graphs])
 
 
-GiveUp = tuple[Callable[[str], Confinement], Callable[[str, Confinement, int], Confinement]]
-NOTHING: GiveUp = (lambda device: Confinement((), (), ()), lambda device, before, memory_bytes: before)
+GiveUp = tuple[Callable[[Begin], Confinement], Callable[[Begin, Confinement, int], Confinement]]
+NOTHING: GiveUp = (lambda begin: Confinement((), (), ()), lambda begin, before, memory_bytes: before)
 
 
 async def serve(end: socket.socket, give_up: GiveUp = NOTHING) -> None:
@@ -112,7 +112,7 @@ async def serve(end: socket.socket, give_up: GiveUp = NOTHING) -> None:
         say_by(partial(_post, channel))
         first_part, rest = give_up
         with settled():
-            await _serve(channel, begin, partial(rest, begin.device, first_part(begin.device)))
+            await _serve(channel, begin, partial(rest, begin, first_part(begin)))
     except* StreamClosed:
         pass
     finally:
@@ -133,8 +133,7 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
     async def accept(owner: str, offer: Offer) -> None:
         if wrong := await questions.ask(Accept, owner=owner, term=tuple(offer.term)):
             raise NotPermittedError(wrong)
-        if offer.place.meeting_host is not None:
-            raise PlanError("this peer's device computes without a network (--device-process): leave out direct_sums")
+        offer.check_consent("this peer", direct_sums=begin.direct_sums)
 
     def begun() -> Any:
         _post(channel, Begun())
