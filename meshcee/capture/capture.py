@@ -99,11 +99,6 @@ class Capture:
         return (self.train, self.evaluate) if self.evaluate is not None else (self.train,)
 
     @property
-    def draws(self) -> bool:
-        """Whether training or evaluation draws random numbers."""
-        return any(program.uses_random for program in self.programs)
-
-    @property
     def state_bytes(self) -> int:
         """Of parameters and buffers, in full precision."""
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.layout.values())

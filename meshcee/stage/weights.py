@@ -6,6 +6,7 @@ The idea: names are the model's own, so state can move between stages of any sha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,16 +145,13 @@ class Weights:
 
         Step counts stay on the CPU, where torch keeps them, but for options whose kernels read them on the device.
         """
-        options = ("fused", "capturable")
-        groups = [group for group in self.optimizer.param_groups if any(group.get(option) for option in options)]
+        groups = [group for group in self.optimizer.param_groups if group.get("fused") or group.get("capturable")]
         on_device = {id(parameter) for group in groups for parameter in group["params"]}
         for name, parameter in self.masters.items():
             if state.get(name):
                 counts_at = parameter.device if id(parameter) in on_device else torch.device("cpu")
-                found = {
-                    k: _kept(k, v, parameter, counts_at) if isinstance(v, torch.Tensor) else v
-                    for k, v in state[name].items()
-                }
+                kept = partial(_kept, parameter=parameter, counts_at=counts_at)
+                found = {k: kept(k, v) if isinstance(v, torch.Tensor) else v for k, v in state[name].items()}
                 if AVERAGE in found:
                     self.averages[name] = found.pop(AVERAGE)
                 if found:

@@ -461,12 +461,7 @@ class Executor:
         self._inbox.finish(round.number)
 
     def _evaluated(
-        self,
-        raw: Mapping[str, torch.Tensor],
-        parts: Mapping[str, Sequence[Any]],
-        rows: tuple[int, int],
-        size: int,
-        seed: int,
+        self, raw: Mapping[str, Any], parts: Mapping[str, Sequence[Any]], rows: tuple[int, int], size: int, seed: int
     ) -> tuple[list[list[Any]], list[torch.Tensor]]:
         """`seed` is of the micro-batch: any plan evaluates what draws with the same numbers, each time."""
         place, cut = self.place, self._eval_boundaries
