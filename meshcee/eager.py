@@ -388,7 +388,7 @@ def _state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str,
         for name, p in model.named_parameters()
         if name in full and (p.requires_grad or torch.equal(p, full[name].to(p.dtype)))
     }
-    return {name: of.get(id(tensor), tensor).detach() for name, tensor in kept.items()}
+    return {name: of.get(id(found), found).detach() for name, found in kept.items() if isinstance(found, torch.Tensor)}
 
 
 def _main(arguments: list[str]) -> None:

@@ -94,6 +94,11 @@ class Capture:
     built: nn.Module | None = None  # what the job's function built, with stand-ins for its large tensors
 
     @property
+    def programs(self) -> tuple[Program, ...]:
+        """That of training, and that of evaluation where there is one."""
+        return (self.train, self.evaluate) if self.evaluate is not None else (self.train,)
+
+    @property
     def state_bytes(self) -> int:
         """Of parameters and buffers, in full precision."""
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.layout.values())
@@ -353,7 +358,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         state=state,
         layout=layout,
         aliases=aliases,
-        param_order=_norm_order(model),
+        param_order=_norm_order(model, {x.name for x in program.inputs if x.trainable}),
         persistent=tuple(n for n in layout if n in persistent),
         output_paths=paths,
         took_s=time.perf_counter() - start_s,
@@ -497,10 +502,11 @@ def _refuse_types(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
         ) from error
 
 
-def _norm_order(model: nn.Module) -> tuple[str, ...]:
-    """As named_parameters; where types are mixed, in the groups that clip_grad_norm_ makes of the gradients."""
+def _norm_order(model: nn.Module, trainable: Set[str]) -> tuple[str, ...]:
+    """As named_parameters; where types are mixed, in the groups that clip_grad_norm_ makes of the gradients. What the loss does not
+    depend on has none, and the first gradient's type says which group comes first."""
     names = [name for name, _ in model.named_parameters()]
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [name for name in names if name in trainable]
     parts: list[torch.Tensor | None] = [torch.empty(0, dtype=model.get_parameter(name).dtype) for name in trained]
     groups = list(_group_tensors_by_device_and_dtype([parts], with_indices=True).values()) if parts else []
     if len(groups) < 2:

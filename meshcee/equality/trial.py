@@ -37,9 +37,8 @@ def check_sharing(job: Job, captured: Capture, plan: Plan) -> None:
         samples = widest + 1
         batch = batched(_first(job, samples), job.seed, collate=job.collate)
         tried = [_with_samples(stage, samples) for stage in pipeline.stages]
-        for program in (captured.train, captured.evaluate):
-            if program is not None:
-                _check_program(job, captured, program, tried, batch, samples)
+        for program in captured.programs:
+            _check_program(job, captured, program, tried, batch, samples)
 
 
 def _first(job: Job, count: int) -> list[Any]:
@@ -78,6 +77,10 @@ def _check_program(
     last_group = max(i for i, stage in enumerate(stages) if len(stage.members) > 1)
     for stage in stages[: last_group + 1]:
         one = _One(job, captured, program, stage, samples)
+        if len(stage.members) > 1 and not one.trains and one.spec.uses_random:
+            raise PlanError(
+                f"{one.where} cannot be shared by samples: evaluation draws random numbers there; use one device"
+            )
         sent, after, outputs = one.run(raw, received, rng, (0, samples))
         if len(stage.members) > 1:
             one.check(raw, received, rng, (sent, after, outputs), batch)
@@ -108,8 +111,7 @@ class _One:
         )
         own = {v.name: raw[v.name][rows[0] : rows[1]] for v in self.spec.raw_inputs}
         if not self.trains:
-            sent, outputs = runner.evaluate(own, received)
-            return sent, None, outputs
+            return runner.evaluate(own, received)
         sent, after, loss = runner.forward(0, own, received, rng)
         return sent, after, [] if loss is None else [loss]
 

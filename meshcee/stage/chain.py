@@ -17,7 +17,7 @@ from meshcee.capture import Capture, Value
 from meshcee.codec import Coder, accepted, noise_seed
 from meshcee.job import Job, seed_of
 from meshcee.optim import Optimizer
-from meshcee.sampling import HyperSchedule, source_of
+from meshcee.sampling import NO_STEP, HyperSchedule, source_of
 from meshcee.stage.runner import Rng, StageRunner, clip_coefficient
 from meshcee.stage.tensors import pack, unpack
 
@@ -167,12 +167,13 @@ class Chain:
         return unpack(*pack(items, encode), codecs=accepted(self.codec), limit_bytes=1 << 50)
 
     def evaluate(self, batch: tuple[Any, Any]) -> tuple[torch.Tensor, Any]:
-        """The loss and the output of the evaluation program over all stages."""
+        """The loss and the output of the evaluation program over all stages, as the mesh evaluates its first micro-batch."""
         raw = self.captured.inputs_of(batch)
         received: Sequence[Any] = []
         outputs: list[torch.Tensor] = []
+        rng: Rng = seed_of(self.job.seed, NO_STEP, 0)
         for runner in self.runners:
-            received, outputs = runner.evaluate(raw, received)
+            received, rng, outputs = runner.evaluate(raw, received, rng)
         return outputs[0], self.captured.output_of(outputs[1:])
 
     def grads(self) -> dict[str, torch.Tensor]:

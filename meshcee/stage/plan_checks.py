@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshcee.capture import Program
+from meshcee.capture import Capture, Program
 from meshcee.capture.graph import Node, is_random
 from meshcee.errors import PlanError
 from meshcee.plan import Plan
@@ -18,7 +18,7 @@ __all__ = ["check_generators", "check_pipelines", "remarks", "why_one_pipeline"]
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
-def check_generators(program: Program, plan: Plan, kinds: Mapping[str, str]) -> None:
+def check_generators(captured: Capture, plan: Plan, kinds: Mapping[str, str]) -> None:
     """Raise PlanError where members that draw random numbers are unlike devices: a CPU's numbers are not a GPU's.
 
     `kinds` maps a peer to the kind of its device. A stage that draws nothing may lie anywhere; but not the same blocks on
@@ -35,15 +35,15 @@ def check_generators(program: Program, plan: Plan, kinds: Mapping[str, str]) -> 
     drawing = {
         kinds[peer]: peer
         for stage in stages
-        if program.slice(stage.first, stage.end).uses_random
+        if any(program.slice(stage.first, stage.end).uses_random for program in captured.programs)
         for peer in stage.peers
     }
     if len(drawing) > 1:
         raise PlanError(
-            f"the plan draws random numbers (dropout) on {' and '.join(sorted(drawing))} devices, which draw different ones; "
+            f"the plan draws random numbers (as dropout does) on {' and '.join(sorted(drawing))} devices, which draw others; "
             "lend devices of one kind, or fewer stages (--stages), or set dropout to 0"
         )
-    if "cuda" in drawing and (dropping := [n for n in program.nodes if _drops_between_layers(n)]):
+    if "cuda" in drawing and (dropping := [n for n in captured.train.nodes if _drops_between_layers(n)]):
         raise PlanError(
             f"the recurrent module{dropping[0].at} has dropout between its layers, and {drawing['cuda']} is a GPU: cuDNN draws "
             "for it from numbers of its own, so no step could be done again; put nn.Dropout between modules of one layer each, "

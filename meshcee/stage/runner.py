@@ -293,15 +293,16 @@ class StageRunner:
     # -- evaluation and state ----------------------------------------------------------------------------------------
 
     def evaluate(
-        self, raw: Mapping[str, torch.Tensor], received: Sequence[Boundary]
-    ) -> tuple[list[Boundary], list[torch.Tensor]]:
-        """The evaluation program with the committed state: what goes on, and, in the last stage, (loss, *outputs)."""
+        self, raw: Mapping[str, torch.Tensor], received: Sequence[Boundary], rng: Rng = None
+    ) -> tuple[list[Boundary], Rng, list[torch.Tensor]]:
+        """The evaluation program with the committed state: what goes on, the generator's state after, as in F, and, in the last
+        stage, (loss, *outputs)."""
         spec, run = self.eval_spec, self._run_eval
         if spec is None or run is None:
             raise ProtocolError("this stage was built without an evaluation program")
         own = [raw[v.name].to(self.device) for v in spec.raw_inputs]
         given = [self._arrived(v, t) for v, t in zip(spec.received, received, strict=True)]
-        with torch.no_grad():
+        with torch.no_grad(), self._generator(spec, rng) as after:
             results = run(
                 *own,
                 *given,
@@ -309,7 +310,7 @@ class StageRunner:
                 *(self.weights.buffers[n] for n in spec.buffers),
             )
         count = len(spec.sent)
-        return _to_wire(spec.sent, results[:count]), list(results[count:])
+        return _to_wire(spec.sent, results[:count]), after[0], list(results[count:])
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Committed parameters (masters where there are any) and buffers by original name; not copies."""
@@ -362,7 +363,7 @@ class StageRunner:
         ]
         written = {name: copied(t) for name, t in buffers.items()}  # a later F must not disturb this one's graph
         tape = self._deferral.tape = Tape() if split else None
-        with torch.enable_grad(), self._generator(rng) as after:
+        with torch.enable_grad(), self._generator(self.spec, rng) as after:
             results = (self._run_split if split else self._run)(
                 *raw,
                 *leaves,
@@ -436,10 +437,10 @@ class StageRunner:
         return out
 
     @contextlib.contextmanager
-    def _generator(self, rng: Rng) -> Iterator[list[Rng]]:
+    def _generator(self, spec: StageSpec, rng: Rng) -> Iterator[list[Rng]]:
         """The micro-batch's generator around a forward that draws; the state after it is left in the yielded list."""
         after: list[Rng] = [rng]
-        if not self.spec.uses_random or rng is None:
+        if not spec.uses_random or rng is None:
             yield after
             return
         with GENERATORS:  # of several peers in one process, and of the owner's samples

@@ -6,6 +6,7 @@ The idea: names are the model's own, so state can move between stages of any sha
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -142,24 +143,26 @@ class Weights:
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """As `optimizer_state` returned it, from any device; moments get the strides with which the optimizer makes them.
 
-        Step counts stay on the CPU, where torch keeps them.
+        Step counts stay on the CPU, where torch keeps them, but for options whose kernels read them on the device.
         """
+        groups = [group for group in self.optimizer.param_groups if group.get("fused") or group.get("capturable")]
+        on_device = {id(parameter) for group in groups for parameter in group["params"]}
         for name, parameter in self.masters.items():
             if state.get(name):
-                found = {
-                    k: _kept(k, v, parameter) if isinstance(v, torch.Tensor) else v for k, v in state[name].items()
-                }
+                counts_at = parameter.device if id(parameter) in on_device else torch.device("cpu")
+                kept = partial(_kept, parameter=parameter, counts_at=counts_at)
+                found = {k: kept(k, v) if isinstance(v, torch.Tensor) else v for k, v in state[name].items()}
                 if AVERAGE in found:
                     self.averages[name] = found.pop(AVERAGE)
                 if found:
                     self.optimizer.state[parameter] = found
 
 
-def _kept(key: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def _kept(key: str, tensor: torch.Tensor, parameter: torch.Tensor, counts_at: torch.device) -> torch.Tensor:
     """A copy of what an optimizer keeps of a parameter. A count is a number too, and so may be the parameter and its moments."""
     if tensor.shape != parameter.shape or not tensor.dim():
         counts = not tensor.dim() and (parameter.dim() > 0 or key in ("step", "mu_product"))
-        return tensor.to("cpu" if counts else parameter.device, copy=True)
+        return tensor.to(counts_at if counts else parameter.device, copy=True)
     return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
 
 

@@ -21,6 +21,7 @@ from meshcee.capture import StageSpec, Value
 from meshcee.errors import NonFiniteLossError, ProtocolError
 from meshcee.job import seed_of
 from meshcee.role import Piece, Place, StageFlops
+from meshcee.sampling import NO_STEP
 from meshcee.schedule import Kind, StageView, choose
 from meshcee.stage import Boundaries, StageRunner
 from peers.device import Compute
@@ -451,7 +452,8 @@ class Executor:
             while absent := self._absent(round.number, micro, spec, size):
                 await self._wait(partial(list, absent))
             raw, parts = self._arrived(round.number, micro)
-            sent, outputs = await self._compute.run(self._evaluated, raw, parts, rows, size)
+            seed = seed_of(place.seed, NO_STEP, round.first + micro)
+            sent, outputs = await self._compute.run(self._evaluated, raw, parts, rows, size, seed)
             await self._send_forward(targets, round.number, micro, spec.sent, sent)
             if place.is_last:
                 header = {"round": round.number, "micro": micro}
@@ -459,12 +461,13 @@ class Executor:
         self._inbox.finish(round.number)
 
     def _evaluated(
-        self, raw: Mapping[str, torch.Tensor], parts: Mapping[str, Sequence[Any]], rows: tuple[int, int], size: int
+        self, raw: Mapping[str, Any], parts: Mapping[str, Sequence[Any]], rows: tuple[int, int], size: int, seed: int
     ) -> tuple[list[list[Any]], list[torch.Tensor]]:
+        """`seed` is of the micro-batch: any plan evaluates what draws with the same numbers, each time."""
         place, cut = self.place, self._eval_boundaries
-        received: Sequence[Any] = () if place.is_first else cut.before.join(parts, rows, place.sources(size))[0]
-        sent, outputs = self._runner.evaluate(raw, received)
-        return cut.after.split(sent, None, rows, place.targets(size)), outputs
+        given = ((), seed) if place.is_first else cut.before.join(parts, rows, place.sources(size))
+        sent, rng, outputs = self._runner.evaluate(raw, *given)
+        return cut.after.split(sent, rng, rows, place.targets(size)), outputs
 
     async def _send_forward(
         self, targets: Sequence[Piece], round: int, micro: int, sent: Sequence[Value], frames: Sequence[Sequence[Any]]

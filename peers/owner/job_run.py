@@ -586,7 +586,7 @@ class Training:
             from peers.owner.adaptation import Adaptation, Newcomers
 
             new = self._newcomers = self._newcomers or Newcomers(self._agent, self._profile, self._request.times)
-            check = partial(check_generators, captured.train)
+            check = partial(check_generators, captured)
             self._adaptation = Adaptation(self._agent, self._request, plan, self.result.changes, new, check)
 
         hear = partial(self._hear, going, plan=plan, epoch=epoch)

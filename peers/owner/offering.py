@@ -169,4 +169,4 @@ def check_members(
         from peers.owner.audit import check_judges
 
         check_judges(plan, devices, names)
-    check_generators(captured.train, plan, {peer: device.kind for peer, device in devices.items()})
+    check_generators(captured, plan, {peer: device.kind for peer, device in devices.items()})

@@ -76,7 +76,7 @@ def costs_of(job: Job, captured: Capture, plans: bool = True) -> JobCosts:
         moments=_moments(job, captured),
         audited=job.audit > 0,
         judge=str(KernelClass("cpu", capability(), versions().torch, 0)) if job.audit else "",
-        draws=program.uses_random,
+        draws=any(one.uses_random for one in captured.programs),
         workspace=_workspaces(job, captured, like) if plans else (),
     )
 

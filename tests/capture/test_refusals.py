@@ -335,6 +335,20 @@ def test_slices_of_one_flat_tensor_are_parameters_like_others() -> None:
     assert capture(job_of(model)).param_order == ("weight", "bias")
 
 
+class Versioned(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 2}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.version = state["version"]
+
+
+def test_a_state_that_is_neither_parameter_nor_buffer_is_refused() -> None:
+    """It was left out, and `load_state_dict` refused the result of a whole run."""
+    with pytest.raises(CaptureError, match=r"module '0' has a get_extra_state: .*keep it in a buffer"):
+        capture(job_of(nn.Sequential(Versioned(4, 4))))
+
+
 def test_modules_that_are_not_ready_are_told_before_anything_is_traced() -> None:
     nested = nn.Sequential(nn.Linear(4, 4))
     nested[0].compile(backend="eager")

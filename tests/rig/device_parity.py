@@ -45,7 +45,7 @@ def differences(case: str, device: str) -> list[str]:
         stages = min(STAGES, captured.train.num_blocks)
         want = reference(job_of(case), device=device, in_place=True)  # a copy has no strided parameters
         plan = even_plan(captured.train.num_blocks, stages, job.batch_size, job.micro_batch_size)
-        check_generators(captured.train, plan, dict.fromkeys(plan.peers, torch.device(device).type))
+        check_generators(captured, plan, dict.fromkeys(plan.peers, torch.device(device).type))
     except (ArithmeticError, RuntimeError, MeshceeError):
         return []  # the plain loop does not run there, or the job is refused
     state = {name: tensor.cpu() for name, tensor in want.state.items()}

@@ -15,13 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshcee.capture import Capture, capture, decode_program, encode_program, stack
+from meshcee.capture import Capture, Value, capture, decode_program, encode_program, stack
+from meshcee.capture.graph import Input
+from meshcee.equality import why_not_shared
 from meshcee.errors import CaptureError, ProtocolError
 from meshcee.figures import DeviceProfile
 from meshcee.job import Job
 from meshcee.optim import Optimizer, Schedule
 from meshcee.planner.live import workload_of
 from meshcee.stage.runner import clip_coefficient, global_norm
+from meshcee.stage.weights import Weights
 from tests.peers.groups.test_live_groups import Lopsided, lopsided
 from tests.rig import zoo
 from tests.rig.chain import Chain
@@ -387,6 +390,64 @@ def test_clipping_without_any_gradient_is_torchs() -> None:
     want = torch.nn.utils.clip_grad_norm_([nn.Parameter(torch.zeros(3))], 0.5)
     assert torch.equal(global_norm([]), want)
     assert clip_coefficient([], 0.5) == 1.0
+
+
+class Mixed(nn.Module):
+    """Of two types; what the loss never reads is of the one that its first gradient is not of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(6, 6, bias=False).bfloat16()
+        self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 6).bfloat16()
+        self.more = nn.ModuleList(nn.Linear(6, 6).bfloat16() for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.second(torch.tanh(self.first(x)).bfloat16())
+        for layer in self.more:
+            h = torch.tanh(layer(h))
+        return self.head(h.float())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("stages", [1, 3])
+def test_norms_of_two_types_are_combined_as_the_gradients_that_there_are(stages: int) -> None:
+    torch.manual_seed(0)
+    data = [(torch.randn(6), torch.randn(3)) for _ in range(64)]
+    job = Job(
+        model=Mixed(),
+        loss=F.mse_loss,
+        optimizer=Optimizer("SGD", lr=0.5),
+        data=data,
+        batch_size=8,
+        micro_batch_size=4,
+        steps=20,
+        clip_norm=0.01,
+    )
+    chain = Chain(job, capture(job), stages)
+    assert_equal(chain, chain.run(job.steps), reference(job))
+
+
+@pytest.mark.parametrize(("options", "where"), [({}, "cpu"), ({"capturable": True}, "meta")])
+def test_counts_come_back_to_where_the_optimizer_reads_them(options: dict[str, Any], where: str) -> None:
+    """On a GPU every recovery failed with `capturable` or `fused`, whose kernels read them there."""
+    model = nn.Linear(4, 4)
+    state = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    entries = {
+        name: Input("parameter", Value(name, t.dtype, tuple(t.shape)), trainable=True) for name, t in state.items()
+    }
+    names, optimizer = tuple(state), Optimizer("AdamW", lr=0.1, **options)
+    weights = Weights(names, names, (), state, optimizer, torch.device("meta"), entries)
+    moments = {"exp_avg": torch.zeros(4, 4), "exp_avg_sq": torch.zeros(4, 4)}
+    weights.load_optimizer_state({"weight": {"step": torch.tensor(3.0), **moments}})
+    found = weights.optimizer_state()["weight"]
+    assert (found["step"].device.type, found["exp_avg"].device.type) == (where, "meta")
+
+
+def test_a_group_does_not_share_an_embedding_whose_gradients_depend_on_the_whole_batch() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, scale_grad_by_freq=True), nn.Linear(4, 3))
+    data = [(i % 9, torch.zeros(3)) for i in range(16)]
+    job = Job(model=model, loss=F.mse_loss, optimizer=Optimizer("SGD", lr=0.1), data=data, batch_size=4, steps=1)
+    assert "how often an index occurs in the batch (scale_grad_by_freq)" in why_not_shared(job, capture(job))
 
 
 class Transposed(nn.Module):

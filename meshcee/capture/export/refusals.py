@@ -378,6 +378,11 @@ def refuse_modules(model: nn.Module, loss: Any) -> None:
                 f"{what} is compiled, and peers run eager kernels, which may round otherwise; pass the module that it was made "
                 "of, without torch.compile"
             )
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            raise CaptureError(
+                f"{what} has a get_extra_state: of a state only parameters and buffers reach peers and come back; keep it in a "
+                "buffer"
+            )
         if module._backward_hooks or module._backward_pre_hooks:
             raise _hooked(f"module {name!r} has a backward hook")
     for name, parameter in model.named_parameters():

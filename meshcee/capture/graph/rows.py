@@ -95,6 +95,9 @@ def why_unsplit(program: Program, first: int, end: int) -> str:
     spec, cuts = program.slice(first, end), cuts_of(program)
     if spec.mutated:
         return f"its buffer {spec.mutated[0]!r} holds statistics of the whole batch"
+    for _, node in spec.nodes:
+        if node.operator.name == "aten.embedding.default" and node.argument("scale_grad_by_freq") is True:
+            return f"the embedding{node.at} scales gradients by how often an index occurs in the batch (scale_grad_by_freq)"
     mixed = {number: cuts[number].mixed for number in spec.received_numbers}
     for number, node in spec.nodes:  # what is computed from something mixed here is mixed too
         mixed[number] = cuts[number].mixed or next((why for r in node.refs if (why := mixed.get(r, ""))), "")

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import meshcee
+from meshcee.capture import capture
 from meshcee.eager import plain_steps
+from meshcee.equality import why_not_shared
 from meshcee.errors import ProtocolError, UsageError
 from meshcee.job import Job
 from peers.member.coding import Coding
@@ -74,6 +76,48 @@ async def test_a_trained_state_is_evaluated_as_the_eager_model_would_be(stages: 
     assert after["accuracy"] == pytest.approx(accuracy(torch.cat(parts), torch.cat(targets)))
     assert after["accuracy"] > before["accuracy"]
     assert again == before  # evaluating, and training in between, has changed nothing of the job's own model
+
+
+class Noise(torch.nn.Module):
+    """Nothing in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training else x + torch.randn_like(x)
+
+
+class Noisy(Net):
+    """Draws while it is evaluated, as a variational autoencoder or a diffusion model does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.embed(x)
+        for layer in self.layers:
+            h = h + layer(h) + 0.1 * torch.randn_like(h)
+        return self.head(torch.nn.functional.dropout(h, 0.2))
+
+
+async def test_what_is_drawn_in_an_evaluation_is_the_same_each_time_and_for_any_plan() -> None:
+    """By the process's own numbers a run with EarlyStop ended after another step each time."""
+    torch.manual_seed(0)
+    job = job_of(model=Noisy(), steps=2)
+    found = []
+    async with meshcee.join(local=3) as mesh:
+        for stages in (1, 3, 3):
+            torch.rand(stages)  # what else the process draws
+            found.append(await mesh.predict(job, DATA, stages=stages))
+    x = torch.tensor([DATA[i][0] for i in range(len(DATA))])
+    assert isinstance(job.model, torch.nn.Module)
+    job.model.eval()
+    parts = []
+    for k, part in enumerate(x.split(6)):
+        with torch.no_grad(), meshcee.seeded(job.seed, -1, k):
+            parts.append(job.model(part))
+    assert all(torch.equal(one, torch.cat(parts)) for one in found)
+
+
+def test_a_group_does_not_share_an_evaluation_that_draws() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(23, 16), Noise(), torch.nn.Linear(16, 23))
+    job = job_of(model=model, groups=True, eval_data=DATA)
+    assert "evaluation draws random numbers there" in why_not_shared(job, capture(job))
 
 
 @pytest.mark.parametrize(
