@@ -48,6 +48,7 @@ FILES = (
     "/dev/urandom",
 )
 
+TO_SUM = ("/sys/bus/pci/devices", "/sys/class/net", "/sys/devices")  # gloo looks for the device of an interface
 
 # What its process keeps. Its driver names its threads by writing /proc/self/task/*/comm (measured: the first refusal of landlock).
 OF_A_GPU = ("landlock, memory, seccomp: nobody knows yet all that a GPU's driver needs",)
@@ -109,7 +110,7 @@ def _no_core_file(_: int) -> None:
 
 def _landlock(_: int, *, network: bool = False) -> None:
     with contextlib.closing(Rules(network=network)) as rules:
-        for path in readable():
+        for path in (*readable(), *(path for path in TO_SUM if network and os.path.exists(path))):
             rules.may_read(path)
         rules.restrict()
 

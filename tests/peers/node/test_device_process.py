@@ -15,17 +15,21 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import structlog
 import torch
+from torch import nn
 
 from meshcee.config import Limits, Timeouts
 from meshcee.eager import plain
 from meshcee.errors import MeshceeError, NotPermittedError, PlanError, ProtocolError
+from meshcee.events import Event
 from meshcee.figures.profile import DeviceProfile
 from peers.device.graphs import Graphs
 from peers.device.worker.packets import Confinement, sealed
@@ -59,7 +63,7 @@ from peers.transport.memory import MemoryNetwork
 from tests.peers.member.test_training import make_job
 from tests.peers.owner.test_recovery import FAST
 from tests.peers.transport.harness import nowhere
-from tests.rig.mesh_fixture import train
+from tests.rig.mesh_fixture import grouped, train
 
 ROOT = Path(__file__).resolve().parents[3]
 WAIT_S = 60.0  # for what takes seconds on a machine with nothing else to do
@@ -70,14 +74,18 @@ BARE = Confinement((), (), ())
 
 @asynccontextmanager
 async def processes(
-    network: MemoryNetwork, count: int, timeouts: Timeouts = USUAL
+    network: MemoryNetwork, count: int, timeouts: Timeouts = USUAL, **more: Any
 ) -> AsyncIterator[list[DeviceProcess]]:
     async with AsyncExitStack() as stack:
         found = [await stack.enter_async_context(DeviceProcess("cpu", Graphs(Limits()))) for _ in range(count)]
         for j, one in enumerate(found):
             transport = await stack.enter_async_context(network.transport(f"p{j}"))
-            await begin(one, transport, timeouts)
+            await begin(one, transport, timeouts, **more)
         yield found
+
+
+def begun_on(device: str, threads: int = 1) -> Begin:
+    return Begin("p0", device, threads, None, "", False, PROFILE, False, b"", Limits(), USUAL)
 
 
 async def begin(device: DeviceProcess, transport: Any, timeouts: Timeouts = USUAL, **more: Any) -> DeviceProfile:
@@ -91,6 +99,22 @@ async def test_a_job_is_trained_as_in_one_process() -> None:
     assert outside.losses == inside.losses
     assert outside.state.keys() == inside.state.keys()
     assert all(torch.equal(tensor, inside.state[name]) for name, tensor in outside.state.items())
+
+
+async def test_a_group_of_processes_sums_over_connections_of_its_own_where_they_consent() -> None:
+    """They keep the network and nothing else: what a process can still do is told, and that is no surprise here."""
+    job = make_job(model=nn.Sequential(nn.Embedding(23, 16), nn.Tanh(), nn.Linear(16, 23)), direct_sums=True)
+    plan = {"adapt": lambda plan: grouped(plan, ((2, 4), (6,)))}
+    with structlog.testing.capture_logs() as lines:
+        found = await train(job, 2, 6, here=partial(processes, direct_sums=True), **plan)  # type: ignore[arg-type]
+    inside = await train(job, 2, 6, **plan)  # type: ignore[arg-type]
+    assert found.losses == inside.losses
+    assert all(torch.equal(tensor, inside.state[name]) for name, tensor in found.state.items())
+    confined = [line for line in lines if line["event"] == Event.DEVICE_CONFINED]
+    assert len(confined) == 3
+    if not any("without" in line for line in confined):
+        assert {line["confined_by"] for line in confined} == {", ".join([*confine.GUARDS, "memory", "seccomp"])}
+    assert not any("which_can_still" in line for line in confined)
 
 
 async def test_nobody_reaches_a_process_that_has_ended() -> None:
@@ -254,8 +278,11 @@ def rows(path: Path) -> list[tuple[str, str]]:
 async def test_the_process_of_a_gpu_gives_up_what_its_driver_can_spare() -> None:
     script = """
 from peers.node.device_process import confine
-before = confine.confine("cuda:0")
-after = confine.confine_fully("cuda:0", before, 1 << 30)
+from peers.node.device_process.messages import Begin
+from meshcee.config import Limits, Timeouts
+begin = Begin("p0", "cuda:0", 1, None, "", False, None, False, b"", Limits(), Timeouts())
+before = confine.confine(begin)
+after = confine.confine_fully(begin, before, 1 << 30)
 print(*before.got, sep=", ")
 print(after.missing[-1])
 print("reach the network" in after.possible)
@@ -271,7 +298,7 @@ print("reach the network" in after.possible)
 
 
 async def test_what_a_process_cannot_give_up_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert confine.confine("mps").missing == ("everything: only on a CPU or a CUDA device, and this is mps",)
+    assert confine.confine(begun_on("mps")).missing == ("everything: only on a CPU or a CUDA device, and this is mps",)
     found = Confinement(("one thread",), ("namespaces: no",), ("reach the network",))
     with structlog.testing.capture_logs() as lines:
         async with faked(monkeypatch, confinement=found):
@@ -499,10 +526,10 @@ async def there(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Channel]:
     near, far = pair()
     channel = Channel(near, (*FROM_DEVICE, *TAKES))
     threads = torch.get_num_threads()
-    channel.post(Begin("p0", "cpu", threads, None, "", False, PROFILE, b"", Limits(), Timeouts()))
+    channel.post(begun_on("cpu", threads))
     before = structlog.get_config()
     confined = Confinement(("landlock",), (), ())
-    given_up = (lambda device: confined, lambda device, before, memory_bytes: before)
+    given_up = (lambda begin: confined, lambda begin, before, memory_bytes: before)
     serving = asyncio.create_task(program.serve(far, given_up))
     try:
         assert (await channel.receive())[0] == Ready(PROFILE, confined)
@@ -532,14 +559,19 @@ async def test_what_the_peer_says_reaches_the_member(there: Channel) -> None:
 
 async def test_sums_that_need_a_network_are_refused_where_there_is_none(there: Channel) -> None:
     accept = FakeMember.made.given["accept"]
-    for host, wrong in ((None, ""), ("10.0.0.2", "leave out direct_sums"), (None, "it is late")):
-        offer = SimpleNamespace(term=(3, "p9"), place=SimpleNamespace(meeting_host=host))
+
+    def check_consent(who: str, *, direct_sums: bool) -> None:
+        assert not direct_sums
+        raise PlanError("leave out direct_sums")
+
+    for check, wrong in ((mock.Mock(), ""), (check_consent, "leave out direct_sums"), (mock.Mock(), "it is late")):
+        offer = SimpleNamespace(term=(3, "p9"), check_consent=check)
         accepting = asyncio.create_task(accept("p1", offer))
         asked, _ = await there.receive()
         assert (asked.owner, asked.term) == ("p1", (3, "p9"))
-        there.post(Answer(asked.number, wrong if host is None else ""))
+        there.post(Answer(asked.number, wrong if check is not check_consent else ""))
         if wrong:
-            with pytest.raises(NotPermittedError if host is None else PlanError, match=wrong):
+            with pytest.raises(PlanError if check is check_consent else NotPermittedError, match=wrong):
                 await accepting
         else:
             await accepting
