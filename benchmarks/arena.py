@@ -49,10 +49,15 @@ END_S = 5.0  # that a p2pd may outlive its peer
 OWNER, HEIR = "owner", "heir"
 LEAVE = "members leave: the job goes on without them"  # what the owner's log says of members that end politely
 TAKES_OVER = "is gone: this machine goes on with it"  # says who stands by
+HELPERS = "from peers."  # what a peer's helper processes run; they know nothing of a home
 DRAFTS = ".step-*"  # folders of checkpoints that are being written
 
 
 PACE_GFLOPS = 1000.0  # of devices that may hang: more than they have
+
+
+def _computes(process: psutil.Process) -> bool:
+    return any("device_process" in word for word in process.cmdline())
 
 
 class ArenaChildren(Children):
@@ -380,19 +385,25 @@ class Arena:
         self.children.processes[name].terminate()
 
     def fill(self, name: str, seconds: float) -> None:
-        """It gets no more memory than it has now, for a while; the kernel refuses."""
+        """Neither it nor its device's process gets more memory than it has now, for a while; the kernel refuses."""
+        filled: list[tuple[psutil.Process, int]] = []
         with contextlib.suppress(psutil.Error):  # it has just ended
-            process = psutil.Process(self.children.processes[name].pid)
-            _, most = process.rlimit(psutil.RLIMIT_AS)
-            process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms, most))
-            self._poor.add(name)
+            peer = psutil.Process(self.children.processes[name].pid)
+            for process in (peer, *(child for child in peer.children() if _computes(child))):
+                _, most = process.rlimit(psutil.RLIMIT_AS)
+                process.rlimit(psutil.RLIMIT_AS, (process.memory_info().vms, most))
+                filled.append((process, most))
+        if not filled:
+            return
+        self._poor.add(name)
 
-            async def empty() -> None:
-                self._poor.discard(name)
+        async def empty() -> None:
+            self._poor.discard(name)
+            for process, most in filled:
                 with contextlib.suppress(psutil.Error):
                     process.rlimit(psutil.RLIMIT_AS, (most, most))
 
-            self._later(seconds, empty)
+        self._later(seconds, empty)
 
     def step_clock(self, name: str, off_s: float, seconds: float) -> None:
         """Its wall clock is so far off for a while, as on a machine that somebody sets, and sets right again."""
@@ -538,6 +549,7 @@ class Arena:
         found, homes = [], {str(owner.home.folder) for owner in self.owners.values()}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("MESHCEE_HOME") in homes:
+                alone = process.ppid() == 1 and any(HELPERS in word for word in process.cmdline())
+                if alone or process.environ().get("MESHCEE_HOME") in homes:
                     found.append(process.pid)
         return found

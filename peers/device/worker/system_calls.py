@@ -36,8 +36,8 @@ _OF_A_DEVICE: dict[str, tuple[int | None, int | None]] = {
 }  # fmt: skip
 _OF_A_NETWORK: dict[str, tuple[int | None, int | None]] = {
     "connect": (42, 203), "accept": (43, 202), "accept4": (288, 242), "bind": (49, 200), "listen": (50, 201),
-    "setsockopt": (54, 208), "epoll_create": (213, None), "epoll_create1": (291, 20), "eventfd2": (290, 19), "pipe2": (293, 59), "select": (23, None),
-    "pselect6": (270, 72),
+    "setsockopt": (54, 208), "epoll_create": (213, None), "epoll_create1": (291, 20), "eventfd2": (290, 19),
+    "pipe2": (293, 59), "select": (23, None), "pselect6": (270, 72),
 }  # fmt: skip
 _OF_IMPORTS: dict[str, tuple[int | None, int | None]] = {
     "getdents64": (217, 61), "readlink": (89, None), "readlinkat": (267, 78), "getcwd": (79, 17), "newfstatat": (262, 79),
