@@ -81,6 +81,7 @@ class ArenaChildren(Children):
     async def spawn(
         self, name: str, command: Sequence[str], *, env: Mapping[str, str], **options: Any
     ) -> asyncio.subprocess.Process:
+        env = {key: value for key, value in env.items() if key != "MESHCEE_DEVICE_PROCESS"}  # as strangers' peers
         if self._paced and name not in (OWNER, HEIR):
             command = [*command, "--pace-gflops", str(PACE_GFLOPS)]
             env = {**env, HANG_FILE: str(self.hang_file(name))}

@@ -107,6 +107,7 @@ class Children:
         environment = {**os.environ, "MESHCEE_HOME": str(self.home), "OMP_NUM_THREADS": str(threads)}
         environment["MESHCEE_PARENT"] = str(os.getpid())
         environment["MESHCEE_CONFIG"] = os.devnull  # it is no peer of the user's: it joins only what it is told to
+        environment["MESHCEE_DEVICE_PROCESS"] = "0"  # its owner and its user are one: nobody need be kept from its keys
         environment.pop("MESHCEE_JOIN", None)
         if token:  # not as an argument, which every process of this machine may read
             environment["MESHCEE_JOIN"] = token
