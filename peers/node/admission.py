@@ -34,7 +34,7 @@ from dht import (
     invite_key,
     learn_list,
 )
-from meshcee.config import Limits
+from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError, UsageError
 from meshcee.files import disk, dumps, loads
 from peers.transport import Frame, Stream, StreamClosed, Transport
@@ -162,9 +162,11 @@ class Admin:
         grant = Grant(self.root, self.key.peer_id, self.at, name, role, uses, self._clock() + for_s)
         return Token.sign(self.key, addresses, grant)
 
-    def serve(self, transport: Transport, members: Members, mesh_key: MeshKey) -> None:
+    def serve(
+        self, transport: Transport, members: Members, mesh_key: MeshKey, timeouts: Timeouts | None = None
+    ) -> None:
         """Let in who holds an invite of ours, and renew certificates."""
-        self._members, self._mesh_key = members, mesh_key
+        self._members, self._mesh_key, self._timeouts = members, mesh_key, timeouts or Timeouts()
         members.invited = self._key_of
         transport.serve(ENROL, self._enrol)
         transport.serve(RENEW, self._renew)
@@ -196,7 +198,8 @@ class Admin:
         """Of a stream whose handshake has proven an invite: it says here which, and proves that one."""
         stream.max_payload_bytes = 0
         try:
-            frame = await stream.recv()
+            async with asyncio.timeout(self._timeouts.handshake_s):
+                frame = await stream.recv()
             shown, proof = (messages.need(frame.header, name, bytes) for name in ("invite", "proof"))
             async with self._writing:
                 grant = self._checked(stream.peer_id, shown)
@@ -253,29 +256,36 @@ def proven(key: bytes, peer_id: str) -> bytes:
     return hmac.digest(key, b"meshcee enrol " + peer_id.encode(), hashlib.sha256)
 
 
-async def enrol(door: Transport, token: Token, file: Path | None = None) -> Membership:
+async def enrol(
+    door: Transport, token: Token, file: Path | None = None, timeouts: Timeouts | None = None
+) -> Membership:
     """Exchange the invite over a transport that shows it and proves its key. JoinError where its admin is not there."""
     grant = token.grant
     assert grant is not None
     token.check_date(time.time())
     where = [address for address in token.addresses if address.endswith(grant.at)]
-    for attempt in range(TRIES):
-        try:
-            stream = await door.open(grant.at, ENROL, where)
-            try:
-                proof = proven(token.key, door.peer_id)
-                await stream.send(Frame("enrol", {"invite": grant.pack(), "proof": proof}))
-                return _given(await stream.recv(), grant.root, door.peer_id, file)
-            finally:
-                stream.abort()
-        except (JoinError, StreamClosed) as error:
-            if attempt == TRIES - 1:
-                raise JoinError(
-                    f"the machine that has made this invite does not answer: {error}. Who has joined before needs nobody; "
-                    "a new member needs the admin's machine to run, or an invite of another admin"
-                ) from error
-        await asyncio.sleep(0.2 * (attempt + 1))
-    raise AssertionError("the last try raises")
+    within_s = (timeouts or Timeouts()).join_s
+    failed: Exception | None = None
+    try:
+        async with asyncio.timeout(within_s):
+            for attempt in range(TRIES):
+                await asyncio.sleep(0.2 * attempt)
+                try:
+                    stream = await door.open(grant.at, ENROL, where)
+                    try:
+                        proof = proven(token.key, door.peer_id)
+                        await stream.send(Frame("enrol", {"invite": grant.pack(), "proof": proof}))
+                        return _given(await stream.recv(), grant.root, door.peer_id, file)
+                    finally:
+                        stream.abort()
+                except (JoinError, StreamClosed) as error:
+                    failed = error
+    except TimeoutError:
+        failed = failed or JoinError(f"nothing came within {within_s:g} s")
+    raise JoinError(
+        f"the machine that has made this invite does not answer: {failed}. Who has joined before needs nobody; "
+        "a new member needs the admin's machine to run, or an invite of another admin"
+    ) from failed
 
 
 async def renewed(agent: MeshView, kept: Membership, admin: str) -> Membership:

@@ -305,7 +305,8 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
                     shown = Members(token.grant.root, token.grant.pack())
                     door = Libp2pTransport(daemon.p2p, token.key, timeouts=timeouts, limits=limits, members=shown)
                     async with door:
-                        kept = await enrol(door, token, Membership.place(file, token.grant.root))
+                        place = Membership.place(file, token.grant.root)
+                        kept = await enrol(door, token, place, timeouts)
                 with home.writable():
                     kept.save()
         key = kept.key if kept else MeshKey()
@@ -374,7 +375,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         )
         node.admin, node.joined_by = admin, token
         if admin is not None:
-            admin.serve(transport, members, key)
+            admin.serve(transport, members, key, timeouts)
         await stack.enter_async_context(node)
         if kept is not None:
             if options.compute:

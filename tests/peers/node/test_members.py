@@ -23,7 +23,7 @@ from peers.node.assemble import InProcess, JoinOptions
 from peers.node.authority import Authority, authority_of
 from peers.node.departure import Departure, ask_to_leave
 from peers.node.founding import Founding
-from peers.transport import Frame, MemoryNetwork, Stream, StreamClosed
+from peers.transport import Frame, MemoryNetwork, Stream, StreamClosed, Transport
 
 SHORT = Timeouts(dial_s=2.0, handshake_s=2.0, shutdown_s=1.0)
 KEY = MeshKey.generate()
@@ -37,6 +37,7 @@ class Office:
     root: Identity
     admin: Admin
     members: Members
+    transport: Transport
     at: str
     clock: list[float] = field(default_factory=lambda: [time.time()])
 
@@ -57,8 +58,8 @@ async def office(ledger: Path | None = None, root: Identity | None = None) -> As
     admin = Admin(root, root.peer_id, bytes, first.peer_id, ledger, lambda: clock[0])
     members = Members(root.peer_id, admin.certify(first.peer_id, "admin"), clock=lambda: clock[0])
     async with network.transport(first.peer_id, KEY.secret, timeouts=SHORT, members=members) as transport:
-        admin.serve(transport, members, KEY)
-        yield Office(network, root, admin, members, first.peer_id, clock)
+        admin.serve(transport, members, KEY, SHORT)
+        yield Office(network, root, admin, members, transport, first.peer_id, clock)
 
 
 async def test_an_invite_is_exchanged_for_a_certificate_and_the_meshs_key() -> None:
