@@ -109,9 +109,9 @@ class Membership:
         return found
 
     def holds(self, peer_id: str, now: float) -> Certificate | None:
-        """The certificate, while it is this peer's and has not ended."""
+        """The certificate, while it is this peer's, has not ended, and no list that it knows of revokes it."""
         try:
-            return Members(self.root).vouch(peer_id, self.certificate, "compute", now, "")
+            return self.members(lambda: now).vouch(peer_id, self.certificate, "compute", now, "")
         except (NotPermittedError, ProtocolError):
             return None
 
@@ -145,9 +145,16 @@ class Admin:
         self._let_in: dict[str, list[str]] = _read_ledger(ledger)
         self._writing = asyncio.Lock()
 
-    def certify(self, peer_id: str, role: Role, invite: str = "", life_s: float = CERTIFICATE_S) -> bytes:
+    def certify(
+        self,
+        peer_id: str,
+        role: Role,
+        invite: str = "",
+        life_s: float = CERTIFICATE_S,
+        let_in_by: tuple[str, ...] = (),
+    ) -> bytes:
         above = b"" if self.key.peer_id == self.root else self._above()
-        return certify(self.key, above, self.root, peer_id, role, invite, self._clock(), life_s)
+        return certify(self.key, above, self.root, peer_id, role, invite, self._clock(), life_s, let_in_by)
 
     def own_certificate(self) -> bytes:
         """Beside what the key itself signs."""
@@ -183,7 +190,7 @@ class Admin:
             )
         Token((), grant).check_date(self._clock())
         let_in = self._let_in.get(grant.id, [])
-        if self._members.is_cancelled(grant.id) or self._members.is_revoked(peer_id):
+        if self._members.is_cancelled(grant.id) or self._members.is_named(peer_id):
             raise NotPermittedError(
                 f"an admin has revoked this invite, or peer {peer_id}: ask for a new one (`meshcee invite`)"
             )
@@ -217,7 +224,13 @@ class Admin:
         known = self._members.known.get(stream.peer_id)
         if known is None:  # an open mesh
             raise ProtocolError("this peer has no certificate that could be renewed")
-        await stream.send(self._given(self.certify(stream.peer_id, known.role, known.invite)))
+        if self.key.peer_id not in (self.root, *known.let_in_by):  # the member would go with this admin
+            error = NotPermittedError(
+                "another admin has let this peer in: that one renews its certificate, or the founder"
+            )
+            await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
+            return
+        await stream.send(self._given(self.certify(known.peer_id, known.role, known.invite, let_in_by=known.let_in_by)))
 
     def _given(self, certificate: bytes) -> Frame:
         lists = [told.data for told in self._members.lists.values()][:MAX_LISTS]

@@ -11,9 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from dht import ENROL, Grant, Identity, Members, MeshKey, PeerRecord, Role, Token
-from dht.membership import CERTIFICATE_S
-from meshcee.config import Timeouts
+from dht import (
+    CERTIFICATE_S,
+    ENROL,
+    Grant,
+    Identity,
+    Members,
+    MeshKey,
+    PeerRecord,
+    RevokedRecord,
+    Role,
+    Token,
+    certify,
+    learn_list,
+    seal,
+)
+from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, UsageError
 from meshcee.files import Home
 from peers.node import admission
@@ -24,9 +37,11 @@ from peers.node.authority import Authority, authority_of
 from peers.node.departure import Departure, ask_to_leave
 from peers.node.founding import Founding
 from peers.transport import Frame, MemoryNetwork, Stream, StreamClosed, Transport
+from tests.mutation import breaks, changed
 
 SHORT = Timeouts(dial_s=2.0, handshake_s=2.0, shutdown_s=1.0)
 KEY = MeshKey.generate()
+LONG_S = 20 * 365 * 86400.0  # longer than what peers inside one process begin with
 
 
 @dataclass
@@ -187,9 +202,13 @@ def test_who_has_founded_a_mesh_has_its_authority_and_nobody_else_has(tmp_path: 
 
 
 @asynccontextmanager
-async def a_mesh(*roles: Role) -> AsyncIterator[tuple[InProcess, list[Agent]]]:
+async def a_mesh(*roles: Role, second: Identity | None = None) -> AsyncIterator[tuple[InProcess, list[Agent]]]:
+    """`second` is the identity of the second peer."""
     async with InProcess(JoinOptions(local=0, measures=False)) as here, AsyncExitStack():
-        agents = [await here.start(f"p{i}", lends=i == 0, role=role) for i, role in enumerate(roles)]
+        agents = [
+            await here.start(f"p{i}", lends=i == 0, role=role, identity=second if i == 1 else None)
+            for i, role in enumerate(roles)
+        ]
         for agent in agents:
             async with asyncio.timeout(10):
                 await agent.directory.wait_for(lambda agent=agent: len(agent.directory.peers) == len(roles))
@@ -282,6 +301,71 @@ async def test_a_certificate_is_renewed_by_an_admin_who_is_there_and_kept() -> N
         member.members.shown = old = admin.certify(member.peer_id, "own", life_s=-3600.0)
         with pytest.raises(MeshceeError, match="has ended"):
             await admission.renewed(member, replace(kept, certificate=old), first.peer_id)
+
+
+def sealed_list(by: Identity, *peers: Identity) -> bytes:
+    """The founder's list."""
+    now, own = time.time(), certify(by, b"", by.peer_id, by.peer_id, "admin", "", time.time())
+    record = RevokedRecord(by.peer_id, now, tuple(peer.peer_id for peer in peers))
+    return seal(record, by, KEY, now + CERTIFICATE_S, certificate=own)
+
+
+async def coming_back() -> None:
+    """A member that goes with the admin that has let it in comes back by another one's invite."""
+    async with office() as here:
+        admin, member, root = Identity.generate(), Identity.generate(), here.root.peer_id
+        above = here.admin.certify(admin.peer_id, "admin")
+        old = Admin(admin, root, lambda: above, admin.peer_id, None, time.time).certify(member.peer_id, "own")
+        here.members.admit(member.peer_id, old)
+        kept = Membership(root, KEY, old)
+        assert kept.holds(member.peer_id, time.time())
+        news = sealed_list(here.root, admin)
+        assert learn_list(news, KEY, Limits(), here.members, time.time())
+        assert replace(kept, lists=(news,)).holds(member.peer_id, time.time()) is None, "so it is exchanged anew"
+        again = await here.let_in(here.invite(), member)
+        assert again.holds(member.peer_id, time.time())
+        assert here.members.admit(member.peer_id, again.certificate) is None
+        with pytest.raises(NotPermittedError, match="an admin has revoked this invite, or peer"):
+            await here.let_in(here.invite(), admin)
+
+
+def test_who_goes_with_an_admin_comes_back_by_another_ones_invite() -> None:
+    asyncio.run(coming_back())
+    for place, line, instead in (
+        (Admin, "is_named(peer_id)", "is_revoked(peer_id)"),
+        (Membership.holds, "self.members(lambda: now).vouch", "Members(self.root).vouch"),
+    ):
+        with changed(place, line, instead):
+            assert breaks(lambda: asyncio.run(coming_back()))
+
+
+async def renewals() -> None:
+    """M was let in by the founder, N by an admin: that admin renews N's certificate alone, and the founder both."""
+    key = Identity.generate()
+    async with a_mesh("admin", "admin", "own", "own", second=key) as (here, (first, other, m, n)):
+        root = here.root.peer_id
+        above = certify(here.root, b"", root, other.peer_id, "admin", "", time.time(), LONG_S)
+        founder = Admin(here.root, root, bytes, first.peer_id, None, time.time)
+        admin = Admin(key, root, lambda: above, other.peer_id, None, time.time)
+        founder.serve(first.transport, first.members, KEY)
+        admin.serve(other.transport, other.members, KEY)
+        n.members.shown = admin.certify(n.peer_id, "own", life_s=LONG_S)
+        kept_m, kept_n = (Membership(root, KEY, one.members.shown) for one in (m, n))
+        for by, renewing, kept in ((first, m, kept_m), (first, n, kept_n), (other, n, kept_n)):
+            given = await admission.renewed(renewing, kept, by.peer_id)
+            found = given.holds(renewing.peer_id, time.time())
+            assert found is not None
+            assert found.let_in_by == (() if renewing is m else (other.peer_id,))
+        with pytest.raises(NotPermittedError, match="another admin has let this peer in"):
+            await admission.renewed(m, kept_m, other.peer_id)
+
+
+def test_who_has_let_a_peer_in_or_the_founder_renews_its_certificate_and_nobody_else() -> None:
+    asyncio.run(renewals())
+    with changed(Admin, "if self.key.peer_id not in (self.root, *known.let_in_by):", "if False:"):
+        assert breaks(lambda: asyncio.run(renewals()))
+    with changed(Admin, "known.invite, let_in_by=known.let_in_by", "known.invite"):
+        assert breaks(lambda: asyncio.run(renewals()))
 
 
 async def test_without_its_admin_an_invite_lets_nobody_in_and_says_what_to_do() -> None:
