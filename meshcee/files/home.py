@@ -246,20 +246,15 @@ class Home:
         start at once get two.
         """
         path = self.folder / "incarnation"
-        with self.writable():
-            disk.make_folder(self.folder)
-            with open(f"{path}.lock", "ab") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                try:
-                    last = int(path.read_text())
-                except FileNotFoundError:
-                    last = 0
-                except ValueError as error:
-                    raise UsageError(
-                        f"{path} is damaged: write a number into it that is higher than any before"
-                    ) from error
-                following = max(last, after) + 1
-                disk.write_whole(path, str(following).encode())
+        with self.writable(), disk.locked(path):
+            try:
+                last = int(path.read_text())
+            except FileNotFoundError:
+                last = 0
+            except ValueError as error:
+                raise UsageError(f"{path} is damaged: write a number into it that is higher than any before") from error
+            following = max(last, after) + 1
+            disk.write_whole(path, str(following).encode())
         return following
 
     def new_run(self, name: str) -> Run:

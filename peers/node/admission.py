@@ -12,7 +12,8 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,20 +23,25 @@ import structlog
 from dht import (
     CERTIFICATE_S,
     ENROL,
+    MAX_REVOKED,
     RENEWED_AFTER_S,
     Certificate,
     Grant,
     Identity,
     Members,
     MeshKey,
+    RevokedRecord,
     Role,
     Token,
     certify,
+    dated,
     invite_key,
     learn_list,
+    seal,
 )
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError, UsageError
+from meshcee.events import Event
 from meshcee.files import disk, dumps, loads
 from peers.transport import Frame, Stream, StreamClosed, Transport
 from peers.wire import messages
@@ -52,6 +58,7 @@ ENROLLED = "enrolled"
 TRIES = 3  # libp2p drops one of two connections that were dialled at the same moment
 LOOK_EVERY_S = 600.0
 MAX_LISTS = 64
+LIST_S = CERTIFICATE_S + 1800.0  # that a list of who is revoked holds: for longer than the certificates that it ends
 
 
 @dataclass
@@ -111,9 +118,21 @@ class Membership:
     def holds(self, peer_id: str, now: float) -> Certificate | None:
         """The certificate, while it is this peer's, has not ended, and no list that it knows of revokes it."""
         try:
-            return self.members(lambda: now).vouch(peer_id, self.certificate, "compute", now, "")
+            return self.vouch(peer_id, now)
         except (NotPermittedError, ProtocolError):
             return None
+
+    def why_not(self, peer_id: str, now: float) -> str:
+        """Why it does not hold, for people."""
+        try:
+            self.vouch(peer_id, now)
+        except (NotPermittedError, ProtocolError) as error:
+            return str(error)
+        return ""
+
+    def vouch(self, peer_id: str, now: float) -> Certificate | None:
+        """The certificate, or why it does not hold: NotPermittedError or ProtocolError."""
+        return self.members(lambda: now).vouch(peer_id, self.certificate, "compute", now, "")
 
 
 def ledger_of(identity: Path, root: str) -> Path:
@@ -124,7 +143,8 @@ def ledger_of(identity: Path, root: str) -> Path:
 class Admin:
     """Who can make members: with the root's key, or with its own and a certificate that makes it an admin.
 
-    `at` is the peer where its invites are exchanged; `ledger` the file that says whom each has let in.
+    `at` is the peer where its invites are exchanged; `ledger` the file that says whom each has let in. Beside it lies, without an
+    end, whom this admin has revoked. The list of these that it tells the mesh ends, and is sealed anew each day.
     """
 
     def __init__(
@@ -143,6 +163,8 @@ class Admin:
         self._ledger = ledger
         self._clock = clock
         self._let_in: dict[str, list[str]] = _read_ledger(ledger)
+        self._revoked = RevokedRecord(key.peer_id, 0.0)
+        self._revoked = self._read_revoked()
         self._writing = asyncio.Lock()
 
     def certify(
@@ -169,6 +191,61 @@ class Admin:
         grant = Grant(self.root, self.key.peer_id, self.at, name, role, uses, self._clock() + for_s)
         return Token.sign(self.key, addresses, grant)
 
+    def is_list_due(self, members: Members) -> bool:
+        """Whether the list that others know says something else than the one on the disk, or will end in some days."""
+        told = members.lists.get(self.key.peer_id)
+        here = self._revoked
+        if told is None:
+            return bool(here.peers or here.invites)
+        differs = told.peers != set(here.peers) or told.invites != set(here.invites)
+        return differs or self._clock() - told.sent_at >= RENEWED_AFTER_S
+
+    def sealed_list(
+        self,
+        members: Members,
+        mesh_key: MeshKey,
+        limits: Limits,
+        peers: Iterable[str] = (),
+        invites: Iterable[str] = (),
+    ) -> bytes:
+        """All whom this admin has revoked, and these: on its disk, and sealed for others. A process that does the same waits."""
+        told = members.lists.get(self.key.peer_id)
+        with disk.locked(self._revoked_file) if self._revoked_file is not None else nullcontext():
+            here = self._read_revoked()
+            found = RevokedRecord(
+                here.peer_id,
+                dated(self._clock(), max(here.sent_at, told.sent_at if told else 0.0)),
+                tuple(sorted({*here.peers, *(told.peers if told else ()), *peers})),
+                tuple(sorted({*here.invites, *(told.invites if told else ()), *invites})),
+            )
+            if max(len(found.peers), len(found.invites)) > MAX_REVOKED:
+                raise UsageError(
+                    f"this admin has revoked {MAX_REVOKED} peers, as many as a list can hold: found a new mesh"
+                )
+            data = seal(found, self.key, mesh_key, found.sent_at + LIST_S, limits, self.own_certificate())
+            if self._revoked_file is not None:
+                disk.write_whole(self._revoked_file, dumps(found.to_wire(), indent=1).encode())
+            self._revoked = found
+        return data
+
+    @property
+    def _revoked_file(self) -> Path | None:
+        return self._ledger.with_suffix(".revoked.json") if self._ledger is not None else None
+
+    def _read_revoked(self) -> RevokedRecord:
+        """As the disk has it; another process may have added to it."""
+        path = self._revoked_file
+        try:
+            told = loads(path.read_text()) if path is not None else self._revoked.to_wire()
+            return RevokedRecord.from_wire(told, self.key.peer_id, "its list")
+        except FileNotFoundError:
+            return self._revoked
+        except (OSError, ValueError, TypeError, ProtocolError) as error:
+            raise UsageError(
+                f"{path}, which says whom this admin has revoked, cannot be read ({error}): restore it, or remove it and revoke "
+                "them again"
+            ) from error
+
     def serve(
         self, transport: Transport, members: Members, mesh_key: MeshKey, timeouts: Timeouts | None = None
     ) -> None:
@@ -190,7 +267,8 @@ class Admin:
             )
         Token((), grant).check_date(self._clock())
         let_in = self._let_in.get(grant.id, [])
-        if self._members.is_cancelled(grant.id) or self._members.is_named(peer_id):
+        is_cancelled = self._members.is_cancelled(grant.id) or grant.id in self._revoked.invites
+        if is_cancelled or self._members.is_named(peer_id) or peer_id in self._revoked.peers:
             raise NotPermittedError(
                 f"an admin has revoked this invite, or peer {peer_id}: ask for a new one (`meshcee invite`)"
             )
@@ -325,19 +403,30 @@ def _given(frame: Frame, root: str, peer_id: str, file: Path | None) -> Membersh
 
 
 async def stay_member(agent: MeshView, kept: Membership, admin: Admin | None = None) -> None:
-    """As long as the peer runs: renew the certificate while an admin is there, and keep on disk what is learnt."""
-    news, members = asyncio.Event(), agent.members
+    """As long as the peer runs: renew the certificate while an admin is there, and keep on disk what is learnt. An admin tells its
+    list again."""
+    news, members, was_told = asyncio.Event(), agent.members, False
     members.on_change.append(news.set)
     while True:
-        own = kept.holds(agent.peer_id, agent.clock())
-        if own is None or agent.clock() - own.issued_at >= RENEWED_AFTER_S:
+        now, own = agent.clock(), kept.holds(agent.peer_id, agent.clock())
+        # A certificate of an admin whose own ends soon is young, and ends soon as well.
+        if own is None or now - own.issued_at >= RENEWED_AFTER_S or own.until - now < CERTIFICATE_S - RENEWED_AFTER_S:
             kept = await _renew(agent, kept, admin)
             members.shown = kept.certificate
+            own = kept.holds(agent.peer_id, agent.clock())
+        if own is None and not was_told:
+            log.warning(Event.MEMBERSHIP_OVER, mesh=kept.root, why=kept.why_not(agent.peer_id, agent.clock()))
+        was_told = own is None
         kept.lists = tuple(told.data for told in members.lists.values())
         try:
+            if admin is not None and admin.is_list_due(members):
+                data = await asyncio.to_thread(admin.sealed_list, members, kept.key, agent.limits)
+                await agent.directory.revoke(data)
             await asyncio.to_thread(kept.save)
         except OSError as error:
             log.warning("what this peer knows of the mesh's members is not on disk", why=disk.refusal(error))
+        except UsageError as error:
+            log.warning("this admin's list of who is revoked is not told again", why=str(error))
         try:
             async with asyncio.timeout(LOOK_EVERY_S):
                 await news.wait()
@@ -347,15 +436,20 @@ async def stay_member(agent: MeshView, kept: Membership, admin: Admin | None = N
 
 
 async def _renew(agent: MeshView, kept: Membership, admin: Admin | None) -> Membership:
-    """With a later certificate if anybody can be asked for one."""
+    """With a certificate that ends later, if anybody can be asked for one."""
     if admin is not None and admin.key.peer_id == kept.root:
         return replace(kept, certificate=admin.certify(agent.peer_id, "admin"))
+    own = kept.holds(agent.peer_id, agent.clock())
     for peer in agent.members.admins(agent.directory.peers):
         if peer == agent.peer_id:
             continue
         try:
             async with asyncio.timeout(agent.timeouts.join_s):
-                return await renewed(agent, kept, peer)
+                given = await renewed(agent, kept, peer)
         except (MeshceeError, StreamClosed, TimeoutError) as error:
             log.info("this admin has not renewed our certificate", admin=peer, error=str(error))
+            continue
+        found = given.holds(agent.peer_id, agent.clock())
+        if found is not None and (own is None or found.until > own.until):
+            return given
     return kept

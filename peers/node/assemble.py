@@ -31,6 +31,7 @@ from dht import (
     Token,
     certify,
     dialable,
+    learn_list,
     read_lists,
 )
 from meshcee.config import Limits, Timeouts
@@ -314,6 +315,9 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         if kept is not None and admin is None and members.own is not None and members.own.role == "admin":
             ledger = ledger_of(file, kept.root)
             admin = Admin(identity, kept.root, lambda: members.shown, identity.peer_id, ledger, time.time)
+        if admin is not None and admin.is_list_due(members):  # commands may have revoked peers while this one was down
+            with home.writable():
+                learn_list(admin.sealed_list(members, key, limits), key, limits, members, time.time())
         transport: Transport
         pace, shape = options.pace, None
         if options.shape and options.shape_device:

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dht import CERTIFICATE_S, MAX_REVOKED, Identity, RevokedRecord, Token, dated, learn_list, public_key_of, seal
+from dht import Identity, Token, learn_list, public_key_of
 from meshcee.errors import MeshceeError, NotPermittedError, ProtocolError, UsageError
 from meshcee.files import Home
 from peers.node.admission import Admin, Membership, ledger_of
@@ -58,27 +58,14 @@ class Authority:
             raise NotPermittedError("an admin does not revoke itself: ask another admin, or found a new mesh")
         if (known := members.known.get(peer)) and known.role == "admin" and key.peer_id != self.membership.root:
             raise NotPermittedError(f"{name} is an admin: only the machine that has started the mesh can revoke one")
-        before = members.lists.get(key.peer_id)
         invites = {known.invite} if known and known.invite else set()
         invites |= self.admin.invites_of(peer)
-        record = RevokedRecord(
-            key.peer_id,
-            dated(agent.clock(), before.sent_at if before else 0.0),
-            tuple(sorted({peer, *(before.peers if before else ())})),
-            tuple(sorted({*invites, *(before.invites if before else ())})),
-        )
-        if max(len(record.peers), len(record.invites)) > MAX_REVOKED:
-            raise UsageError(
-                f"this admin has revoked {MAX_REVOKED} peers, as many as a list can hold: found a new mesh"
-            )
-        data = seal(
-            record, key, agent.mesh_key, record.sent_at + CERTIFICATE_S, agent.limits, self.admin.own_certificate()
+        data = await asyncio.to_thread(
+            self.admin.sealed_list, members, agent.mesh_key, agent.limits, [peer], sorted(invites)
         )
         to = [p for p in agent.directory.peers if p not in (agent.peer_id, peer)]
         await agent.directory.revoke(data)
         heard = await self._tell(agent, to, data)
-        self.membership.lists = tuple(told.data for told in members.lists.values())
-        await asyncio.to_thread(self.membership.save)
         return {"peer": peer, "name": name, "heard": heard, "peers": len(to), "invites": sorted(invites)}
 
     async def _tell(self, agent: Agent, to: Iterable[str], data: bytes) -> int:

@@ -53,8 +53,12 @@ class Office:
     admin: Admin
     members: Members
     transport: Transport
-    at: str
+    first: Identity
     clock: list[float] = field(default_factory=lambda: [time.time()])
+
+    @property
+    def at(self) -> str:
+        return self.first.peer_id
 
     def invite(self, role: Role = "compute", uses: int | None = 1, for_s: float = 3600.0) -> Token:
         return self.admin.invite((f"/ip4/192.0.2.1/tcp/1/p2p/{self.at}",), role, uses, for_s)
@@ -68,13 +72,15 @@ class Office:
 
 
 @asynccontextmanager
-async def office(ledger: Path | None = None, root: Identity | None = None) -> AsyncIterator[Office]:
-    root, first, network, clock = root or Identity.generate(), Identity.generate(), MemoryNetwork(), [time.time()]
+async def office(
+    ledger: Path | None = None, root: Identity | None = None, at: Identity | None = None
+) -> AsyncIterator[Office]:
+    root, first, network, clock = root or Identity.generate(), at or Identity.generate(), MemoryNetwork(), [time.time()]
     admin = Admin(root, root.peer_id, bytes, first.peer_id, ledger, lambda: clock[0])
     members = Members(root.peer_id, admin.certify(first.peer_id, "admin"), clock=lambda: clock[0])
     async with network.transport(first.peer_id, KEY.secret, timeouts=SHORT, members=members) as transport:
         admin.serve(transport, members, KEY, SHORT)
-        yield Office(network, root, admin, members, transport, first.peer_id, clock)
+        yield Office(network, root, admin, members, transport, first, clock)
 
 
 async def test_an_invite_is_exchanged_for_a_certificate_and_the_meshs_key() -> None:
@@ -277,6 +283,20 @@ async def _held(stream: Stream) -> None:
     await stream.recv()
 
 
+async def test_of_two_admins_commands_at_once_both_are_heard(tmp_path: Path) -> None:
+    """As two terminals of the admin's machine: each has joined by itself, and knows nothing of the other."""
+    async with a_mesh("own", "own", "own", "own", "own") as (here, agents):
+        admins = [
+            Admin(here.root, here.root.peer_id, bytes, "", tmp_path / "invites.json", time.time) for _ in range(2)
+        ]
+        kept = Membership(here.root.peer_id, MeshKey(), b"")
+        gone = sorted(agent.peer_id for agent in agents[2:4])
+        await asyncio.gather(*(Authority(a, kept).revoke(agents[i], gone[i]) for i, a in enumerate(admins)))
+        async with asyncio.timeout(10):
+            for agent in (agents[0], agents[1], agents[4]):
+                await agent.directory.wait_for(lambda agent=agent: agent.members.revoked() == gone)
+
+
 async def test_who_was_away_learns_of_it_from_the_store_before_it_serves_anybody() -> None:
     async with a_mesh("own", "own", "own") as (here, (admin, lost, _)):
         await authority_in(here).revoke(admin, lost.peer_id)
@@ -333,7 +353,7 @@ def test_who_goes_with_an_admin_comes_back_by_another_ones_invite() -> None:
     asyncio.run(coming_back())
     for place, line, instead in (
         (Admin, "is_named(peer_id)", "is_revoked(peer_id)"),
-        (Membership.holds, "self.members(lambda: now).vouch", "Members(self.root).vouch"),
+        (Membership.vouch, "self.members(lambda: now).vouch", "Members(self.root).vouch"),
     ):
         with changed(place, line, instead):
             assert breaks(lambda: asyncio.run(coming_back()))
