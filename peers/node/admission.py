@@ -8,8 +8,10 @@ identity, so it comes back without the admin.
 from __future__ import annotations
 
 import asyncio
+import glob
 import hashlib
 import hmac
+import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +25,7 @@ import structlog
 from dht import (
     CERTIFICATE_S,
     ENROL,
+    MAX_ADDRESSES,
     MAX_REVOKED,
     RENEWED_AFTER_S,
     Certificate,
@@ -42,7 +45,7 @@ from dht import (
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError, UsageError
 from meshcee.events import Event
-from meshcee.files import disk, dumps, loads
+from meshcee.files import Home, disk, dumps, loads
 from peers.transport import Frame, Stream, StreamClosed, Transport
 from peers.wire import messages
 
@@ -56,8 +59,9 @@ log = structlog.get_logger()
 RENEW = "renew"
 ENROLLED = "enrolled"
 TRIES = 3  # libp2p drops one of two connections that were dialled at the same moment
-LOOK_EVERY_S = 600.0
+LOOK_FIRST_S, LOOK_EVERY_S = 30.0, 600.0
 MAX_LISTS = 64
+MOST_OF_ONE = 4  # addresses of another peer that are kept
 LIST_S = CERTIFICATE_S + 1800.0  # that a list of who is revoked holds: for longer than the certificates that it ends
 
 
@@ -71,10 +75,24 @@ class Membership:
     lists: tuple[bytes, ...] = ()
     file: Path | None = None
     addresses: tuple[str, ...] = ()  # of this peer, when it was last up
+    others: tuple[str, ...] = ()  # of peers that it has seen last
 
     @staticmethod
     def place(identity: Path, root: str) -> Path:
         return Path(f"{identity}.{root[-8:]}.member")
+
+    @property
+    def identity(self) -> Path:
+        """The file beside which this lies."""
+        assert self.file is not None
+        return Path(str(self.file).removesuffix(f".{self.root[-8:]}.member"))
+
+    @staticmethod
+    def files(home: Home) -> list[Path]:
+        """Of all identities of this machine, in all meshes."""
+        own = sorted((home.folder / "identities").glob("*.member"))
+        chosen = (sorted(one.parent.glob(f"{glob.escape(one.name)}.*.member")) for one in home.identities_elsewhere())
+        return [*own, *itertools.chain.from_iterable(chosen)]
 
     @classmethod
     def load(cls, identity: Path, root: str) -> Membership | None:
@@ -89,7 +107,8 @@ class Membership:
             told = loads(file.read_text())
             key, certificate = MeshKey(bytes.fromhex(told["key"])), bytes.fromhex(told["certificate"])
             lists = tuple(bytes.fromhex(one) for one in told["lists"])
-            return cls(str(told["root"]), key, certificate, lists, file, tuple(map(str, told["addresses"])))
+            addresses, others = (tuple(map(str, told.get(name, ()))) for name in ("addresses", "others"))
+            return cls(str(told["root"]), key, certificate, lists, file, addresses, others)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, UsageError) as error:
@@ -105,6 +124,7 @@ class Membership:
             "certificate": self.certificate.hex(),
             "lists": [one.hex() for one in self.lists],
             "addresses": list(self.addresses),
+            "others": list(self.others),
         }
         disk.write_whole(self.file, dumps(data, indent=1).encode())
 
@@ -384,7 +404,7 @@ async def renewed(agent: MeshView, kept: Membership, admin: str) -> Membership:
     stream = await agent.transport.open(admin, RENEW, agent.addresses_of([admin]).get(admin, ()))
     try:
         given = _given(await stream.recv(), kept.root, agent.peer_id, kept.file)
-        return replace(given, addresses=kept.addresses)
+        return replace(given, addresses=kept.addresses, others=kept.others)
     finally:
         stream.abort()
 
@@ -407,7 +427,7 @@ async def stay_member(agent: MeshView, kept: Membership, admin: Admin | None = N
     list again."""
     news, members, was_told = asyncio.Event(), agent.members, False
     members.on_change.append(news.set)
-    while True:
+    for wait_s in itertools.chain([LOOK_FIRST_S], itertools.repeat(LOOK_EVERY_S)):
         now, own = agent.clock(), kept.holds(agent.peer_id, agent.clock())
         # A certificate of an admin whose own ends soon is young, and ends soon as well.
         if own is None or now - own.issued_at >= RENEWED_AFTER_S or own.until - now < CERTIFICATE_S - RENEWED_AFTER_S:
@@ -418,6 +438,7 @@ async def stay_member(agent: MeshView, kept: Membership, admin: Admin | None = N
             log.warning(Event.MEMBERSHIP_OVER, mesh=kept.root, why=kept.why_not(agent.peer_id, agent.clock()))
         was_told = own is None
         kept.lists = tuple(told.data for told in members.lists.values())
+        kept.others = _seen(agent) or kept.others
         try:
             if admin is not None and admin.is_list_due(members):
                 data = await asyncio.to_thread(admin.sealed_list, members, kept.key, agent.limits)
@@ -428,11 +449,17 @@ async def stay_member(agent: MeshView, kept: Membership, admin: Admin | None = N
         except UsageError as error:
             log.warning("this admin's list of who is revoked is not told again", why=str(error))
         try:
-            async with asyncio.timeout(LOOK_EVERY_S):
+            async with asyncio.timeout(wait_s):
                 await news.wait()
         except TimeoutError:
             pass
         news.clear()
+
+
+def _seen(agent: MeshView) -> tuple[str, ...]:
+    """Where others are, for commands of this machine while its peer is down."""
+    others = [record for peer, record in agent.directory.peers.items() if peer != agent.peer_id and record.addresses]
+    return tuple(itertools.islice((a for one in others for a in one.addresses[:MOST_OF_ONE]), MAX_ADDRESSES))
 
 
 async def _renew(agent: MeshView, kept: Membership, admin: Admin | None) -> Membership:

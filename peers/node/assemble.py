@@ -76,6 +76,7 @@ class JoinOptions:
     direct_port: int = 0  # -1: none
     relay: bool = True  # a peer that computes passes on streams between members who cannot reach each other
     identity: Path | None = None
+    besides: Path | None = None  # an identity that another peer of this machine comes back with
     open: bool = False
     valid_s: float = 7 * 86400
     shape: str | None = None
@@ -283,7 +284,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         if token is None:
             founding = stack.enter_context(Founding.of(home, chosen, is_open=options.open))
             listen, chosen = founding.listen(listen), founding.identity
-        file = stack.enter_context(home.identity_file(chosen))
+        file = stack.enter_context(home.identity_file(chosen, options.besides))
         identity = Identity.load_or_create(file)
         announce = [options.announce] if options.announce else []
         daemon = P2PDaemon(identity, listen=[listen], announce=announce, seeds=seeds, timeouts=timeouts)
@@ -294,8 +295,9 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             admin = Admin(root, root.peer_id, bytes, identity.peer_id, ledger_of(file, root.peer_id), time.time)
             before = Membership.load(file, root.peer_id)
             certificate = admin.certify(identity.peer_id, "admin")
-            lists = before.lists if before else ()
-            kept = Membership(root.peer_id, founding.key, certificate, lists, Membership.place(file, root.peer_id))
+            kept = Membership(root.peer_id, founding.key, certificate, file=Membership.place(file, root.peer_id))
+            if before is not None:
+                kept.lists, kept.others = before.lists, before.others
         elif token is not None and token.grant is not None:
             kept = Membership.load(file, token.grant.root)
             known = kept.holds(identity.peer_id, time.time()) if kept else None

@@ -11,10 +11,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from dht import Identity, Token, learn_list, public_key_of
+from dht import MAX_ADDRESSES, Identity, Token, learn_list, public_key_of
 from meshcee.errors import MeshceeError, NotPermittedError, ProtocolError, UsageError
 from meshcee.files import Home
 from peers.node.admission import Admin, Membership, ledger_of
@@ -25,6 +24,8 @@ from peers.node.founding import founded
 __all__ = ["Authority", "authority_of"]
 
 TOLD_AT_ONCE = 16
+OWN_ADDRESSES = 8  # of the addresses that a command dials
+MINUTES_S = 600.0  # that this machine's own way in holds
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,14 @@ class Authority:
     @property
     def addresses(self) -> tuple[str, ...]:
         return self.membership.addresses
+
+    def way_in(self, joined: Token | None = None) -> str:
+        """An invite for a command of this machine: what was printed may have ended. Where this machine's own peer is down, others
+        answer, as far as the machine knows where they are, or `joined` says so."""
+        known = (self.membership, *self.others)
+        others = [*(joined.addresses if joined else ()), *(a for one in known for a in one.others)]
+        addresses = tuple(dict.fromkeys([*self.addresses[:OWN_ADDRESSES], *others]))
+        return self.admin.invite(addresses[:MAX_ADDRESSES], "own", 1, MINUTES_S).encode()
 
     async def revoke(self, agent: Agent, wanted: str) -> dict[str, Any]:
         """Sign that this peer is no member any more, tell everybody, and say how many have heard it."""
@@ -106,18 +115,16 @@ def _whom(agent: Agent, wanted: str) -> tuple[str, str]:
 def authority_of(home: Home, token: Token | None) -> Authority | None:
     """Of this machine in the token's mesh; without a token, in the mesh that it has founded, or the one where it is an admin."""
     root = token.grant.root if token is not None and token.grant is not None else None
-    folder = home.folder / "identities"
-    kept = [one for file in sorted(folder.glob("*.member")) if (one := Membership.read(file)) is not None]
-    if (mine := founded(home)) is not None:
+    kept = [one for file in Membership.files(home) if (one := Membership.read(file)) is not None]
+    if (mine := founded(home, root)) is not None:
         key, identity = mine
         first = Membership.load(identity, key.peer_id)
-        if first is not None and root in (None, key.peer_id):
+        if first is not None:
             at = Identity.load_or_create(identity).peer_id
             admin = Admin(key, key.peer_id, bytes, at, ledger_of(identity, key.peer_id), time.time)
             return Authority(admin, first, tuple(one for one in kept if one.root == key.peer_id))
     for one in kept:
-        assert one.file is not None
-        identity = Path(str(one.file).removesuffix(f".{one.root[-8:]}.member"))
+        identity = one.identity
         if root not in (None, one.root) or not identity.exists():
             continue
         key = Identity.load_or_create(identity)

@@ -373,6 +373,23 @@ def test_who_is_revoked_is_shown_and_cannot_come_back(tmp_path: Path) -> None:
             away.close()
 
 
+def test_an_admins_machine_revokes_while_its_own_peer_is_down(tmp_path: Path) -> None:
+    with peers(tmp_path / "home", 1) as mesh:
+        others = Peers(tmp_path / "others", token=mesh.token)
+        others.home.mkdir()
+        try:
+            for name in ("stays", "goes"):
+                others.start(name)
+            mesh.kill("peer-0")
+            line = others.tokens["stays"]
+            seen = meshcee("members", "--join", line, "--json", home=mesh.home)
+            assert {m["name"] for m in seen.lines[0]["members"]} >= {"stays", "goes"}, seen.err
+            done = meshcee("revoke", "goes", "--join", line, "--json", home=mesh.home)
+            assert (done.code, done.lines[0]["heard"]) == (0, 1), done.err
+        finally:
+            others.close()
+
+
 def test_another_protocol_version_is_refused_and_names_the_upgrade(mesh: Peers, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.mesh.next_version", "peer", "--join", mesh.token, "--listen", "127.0.0.1:0"]
     done = subprocess.run(

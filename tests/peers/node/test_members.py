@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ from peers.node.agent import Agent
 from peers.node.assemble import InProcess, JoinOptions
 from peers.node.authority import Authority, authority_of
 from peers.node.departure import Departure, ask_to_leave
-from peers.node.founding import Founding
+from peers.node.founding import Founding, founded, founds_again
 from peers.transport import Frame, MemoryNetwork, Stream, StreamClosed, Transport
 from tests.mutation import breaks, changed
 
@@ -185,23 +186,73 @@ async def test_what_a_member_was_given_is_kept_and_a_damaged_file_is_as_good_as_
         assert Membership.load(tmp_path / "0.key", here.root.peer_id) is None
 
 
-def test_who_has_founded_a_mesh_has_its_authority_and_nobody_else_has(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    assert authority_of(home, None) is None
-    with Founding.of(home, None, is_open=False) as founding, home.identity_file(founding.identity) as file:
+def founded_by(home: Home, identity: Path | None, **kept: Any) -> tuple[Identity, str]:
+    """The first peer of a mesh that was started, and is down; and the mesh's root."""
+    with Founding.of(home, identity, is_open=False) as founding, home.identity_file(founding.identity) as file:
         assert founding.root is not None
         root, first = founding.root.peer_id, Identity.load_or_create(file)
         admin = Admin(founding.root, root, bytes, first.peer_id, None, time.time)
-        place = Membership.place(file, root)
-        Membership(
-            root, founding.key, admin.certify(first.peer_id, "admin"), (), place, ("/ip4/192.0.2.1/tcp/1",)
-        ).save()
+        certificate, place = admin.certify(first.peer_id, "admin"), Membership.place(file, root)
+        Membership(root, founding.key, certificate, file=place, addresses=(address(1, first),), **kept).save()
         founding.note("127.0.0.1:0", "/ip4/127.0.0.1/tcp/1", file, "TOKEN")
+        return first, root
+
+
+def address(port: int, peer: Identity) -> str:
+    return f"/ip4/192.0.2.1/tcp/{port}/p2p/{peer.peer_id}"
+
+
+@pytest.mark.parametrize("where", [None, "elsewhere/own.key", "home/identities/own.key"])
+def test_who_has_founded_a_mesh_has_its_authority_and_nobody_else_has(tmp_path: Path, where: str | None) -> None:
+    def story(folder: Path) -> None:
+        home, identity = Home(folder / "home"), folder / where if where else None
+        assert authority_of(home, None) is None
+        first, root = founded_by(home, identity)
+        grant = Grant(root, first.peer_id, first.peer_id, "x", "own", 1, 1e12)
+        for token in (None, Token.sign(first, (), grant)):
+            found = authority_of(home, token)
+            assert found is not None
+            assert (found.admin.key.peer_id, found.admin.root, found.admin.at) == (root, root, first.peer_id)
+            assert found.addresses == (address(1, first),)
+        other = Token.sign(first, (), grant._replace(root=first.peer_id))
+        assert authority_of(home, other) is None, "a token of another mesh"
+        assert founds_again(home, identity)
+        assert founds_again(home, None) == (identity is None)
+
+    story(tmp_path / "1")
+    line = {None: '(home.folder / "mesh", ', "elsewhere/own.key": ", *home.identities_elsewhere()"}.get(
+        where, "*bases, "
+    )
+    with changed(founded, line, "(" if where is None else ""):
+        assert breaks(lambda: story(tmp_path / "2"))
+
+
+def test_another_admins_authority_lies_where_its_identity_does(tmp_path: Path) -> None:
+    home, own = Home(tmp_path / "home"), tmp_path / "elsewhere" / "own.key"
+    own.parent.mkdir()
+    with home.identity_file(own) as file:
+        admin, root = Identity.load_or_create(file), Identity.generate()
+        shown = certify(root, b"", root.peer_id, admin.peer_id, "admin", "", time.time())
+        Membership(root.peer_id, KEY, shown, file=Membership.place(file, root.peer_id)).save()
     found = authority_of(home, None)
     assert found is not None
-    assert (found.admin.root, found.admin.at, found.addresses) == (root, first.peer_id, ("/ip4/192.0.2.1/tcp/1",))
-    other = Token.sign(first, (), Grant(first.peer_id, first.peer_id, first.peer_id, "x", "own", 1, 1e12))
-    assert authority_of(home, other) is None, "a token of another mesh"
+    assert (found.admin.at, found.membership.identity) == (admin.peer_id, own)
+
+
+def test_a_command_of_an_admins_machine_dials_others_too_and_comes_as_another_peer(tmp_path: Path) -> None:
+    home, (seen, invited) = Home(tmp_path), (Identity.generate() for _ in range(2))
+    first, root = founded_by(home, None, others=(address(2, seen),))
+    joined = Token.sign(first, (address(3, invited),), Grant(root, first.peer_id, first.peer_id, "x", "own", 1, 0.0))
+    found = authority_of(home, joined)
+    assert found is not None
+    here, there, line = address(1, first), address(2, seen), address(3, invited)
+    assert Token.parse(found.way_in()).addresses == (here, there)
+    assert Token.parse(found.way_in(joined)).addresses == (here, line, there)
+
+    with home.identity_file() as file:
+        assert Identity.load_or_create(file).peer_id == first.peer_id, "who leaves nothing out comes as the peer itself"
+    with home.identity_file(None, found.membership.identity) as file:
+        assert Identity.load_or_create(file).peer_id != first.peer_id
 
 
 # -- in a mesh

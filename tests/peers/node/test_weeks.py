@@ -73,8 +73,8 @@ async def a_peer(network: MemoryNetwork, identity: Identity, shown: bytes) -> As
 
 
 @asynccontextmanager
-async def staying(peer: Peer, admin: Admin | None = None) -> AsyncIterator[None]:
-    kept = Membership(ROOT.peer_id, KEY, peer.members.shown)
+async def staying(peer: Peer, admin: Admin | None = None, file: Path | None = None) -> AsyncIterator[None]:
+    kept = Membership(ROOT.peer_id, KEY, peer.members.shown, file=file)
     task = asyncio.create_task(stay_member(peer, kept, admin))
     yield
     assert not task.done()
@@ -151,6 +151,25 @@ def test_who_is_no_member_any_more_is_told_once() -> None:
     run(told_once())
     with changed(stay_member, "and not was_told", ""):
         assert breaks(lambda: run(told_once()))
+
+
+async def notes_others(folder: Path) -> None:
+    own, other = Identity.generate(), Identity.generate()
+    async with a_peer(MemoryNetwork(), own, by_root(own, "own")) as member, staying(member, file=folder / "member"):
+        record = PeerRecord(other.peer_id, now_s(), "other", (f"/ip4/192.0.2.1/tcp/1/p2p/{other.peer_id}",))
+        member.directory.peers = {other.peer_id: record}
+        await asyncio.sleep(60)
+        member.meets()  # nobody: where they were stays known
+        await asyncio.sleep(DAY_S)
+    kept = Membership.read(folder / "member")
+    assert kept is not None
+    assert kept.others == record.addresses
+
+
+def test_where_others_are_is_kept_for_commands_while_the_peer_is_down(tmp_path: Path) -> None:
+    run(notes_others(tmp_path / "1"))
+    with changed(stay_member, "kept.others = _seen(agent) or kept.others", ""):
+        assert breaks(lambda: run(notes_others(tmp_path / "2")))
 
 
 # -- who is revoked
