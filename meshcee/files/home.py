@@ -212,16 +212,16 @@ class Home:
             )
 
     @contextmanager
-    def identity_file(self, chosen: Path | None = None, besides: Path | None = None) -> Iterator[Path]:
-        """An identity file that no living process uses, ours while the block runs. `chosen` insists on one, and `besides` is left
-        to its peer."""
+    def identity_file(self, chosen: Path | None = None, apart_from: Path | None = None) -> Iterator[Path]:
+        """An identity file that no living process uses, ours while the block runs; `chosen` insists on one. `apart_from` is another
+        peer's, which may be down."""
         folder = self.folder / "identities"
         with self.writable():
             disk.make_folder(folder)
             if chosen is not None and chosen.absolute().parent != folder.absolute():
                 where = os.fsencode(chosen.absolute())
                 disk.write_whole(folder / f"{hashlib.sha256(where).hexdigest()[:16]}.elsewhere", where)
-        left = besides and besides.absolute()
+        left = apart_from and apart_from.absolute()
         for path in [chosen] if chosen else [folder / f"{i}.key" for i in range(256)]:
             if path.absolute() == left:
                 continue

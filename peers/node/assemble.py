@@ -76,7 +76,7 @@ class JoinOptions:
     direct_port: int = 0  # -1: none
     relay: bool = True  # a peer that computes passes on streams between members who cannot reach each other
     identity: Path | None = None
-    besides: Path | None = None  # an identity that another peer of this machine comes back with
+    apart_from: Path | None = None  # an identity that another peer of this machine comes back with
     open: bool = False
     valid_s: float = 7 * 86400
     shape: str | None = None
@@ -284,7 +284,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         if token is None:
             founding = stack.enter_context(Founding.of(home, chosen, is_open=options.open))
             listen, chosen = founding.listen(listen), founding.identity
-        file = stack.enter_context(home.identity_file(chosen, options.besides))
+        file = stack.enter_context(home.identity_file(chosen, options.apart_from))
         identity = Identity.load_or_create(file)
         announce = [options.announce] if options.announce else []
         daemon = P2PDaemon(identity, listen=[listen], announce=announce, seeds=seeds, timeouts=timeouts)

@@ -646,7 +646,16 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "files of members",
         lambda: [
-            dumps({"root": "r", "key": "ab" * 32, "certificate": "ab", "lists": ["cd"], "addresses": ["x"]}).encode()
+            dumps(
+                {
+                    "root": "r",
+                    "key": "ab" * 32,
+                    "certificate": "ab",
+                    "lists": ["cd"],
+                    "addresses": ["x"],
+                    "others": ["y"],
+                }
+            ).encode()
         ],
         lambda data: Membership.read(file(data)),
         (),
