@@ -35,7 +35,7 @@ from dht import (
     read_lists,
 )
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError
+from meshcee.errors import JoinError, NotPermittedError
 from meshcee.files import Home, large_apart, settled
 from peers.device import Compute, Graphs, Pace, host_id
 from peers.node.agent import Agent, AgentOptions
@@ -410,11 +410,13 @@ async def _greet(transport: Transport, daemon: P2PDaemon, seeds: tuple[str, ...]
         for peer_id in sorted(daemon.reached):
             try:
                 stream = await transport.open(peer_id, "join", [s for s in seeds if s.endswith(peer_id)])
-            except (JoinError, StreamClosed) as error:
-                problem = error
+            except (JoinError, StreamClosed, NotPermittedError) as error:
+                problem = error  # one that was revoked may be among the seeds, and still run
             else:
                 await stream.aclose()
                 return
+        if isinstance(problem, NotPermittedError):
+            break
         await asyncio.sleep(0.2 * (attempt + 1))
     if problem is not None:
         raise problem
