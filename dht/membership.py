@@ -8,6 +8,7 @@ nothing but the root's name and a clock. This file judges; it neither asks nor t
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -50,7 +51,9 @@ ENROL = "enrol"  # the purpose of the one stream that is opened without a certif
 
 
 class _Signed(NamedTuple):
-    """A certificate on its way. `above` is the signer's own, empty when that is the root."""
+    """A certificate on its way. `above` is the signer's own, empty when that is the root. One of an older meshcee has no
+    `let_in_by`: who has signed it counts as who has let the peer in.
+    """
 
     peer_id: ShortText
     role: Role
@@ -60,22 +63,26 @@ class _Signed(NamedTuple):
     issuer: ShortText
     above: bytes
     signature: Annotated[bytes, Meta(max_length=64)]
+    let_in_by: Annotated[tuple[ShortText, ...], Meta(max_length=MAX_CHAIN - 1)] | None = None
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """One whose signatures hold. `until` is when it, or one above it, ends; `issuers` are all who vouch for it, below the root."""
+    """One whose signatures hold. `until` is when it, or one above it, ends. `let_in_by`: the admin that has let the peer in, who
+    has let that one in, and so on below the root. Only they and the root sign certificates for it.
+    """
 
     peer_id: str
     role: Role
     issued_at: float
     until: float
     invite: str
-    issuers: tuple[str, ...]
+    let_in_by: tuple[str, ...]
 
 
-def _covered(root: str, told: tuple[str, str, float, float, str, str]) -> bytes:
-    return bytes(msgpack.packb(["meshcee certificate 1", root, *told]))
+def _covered(root: str, told: tuple[str, str, float, float, str, str], let_in_by: tuple[str, ...] | None) -> bytes:
+    head, more = ("meshcee certificate 1", ()) if let_in_by is None else ("meshcee certificate 2", (let_in_by,))
+    return bytes(msgpack.packb([head, root, *told, *more]))
 
 
 def certify(
@@ -87,10 +94,14 @@ def certify(
     invite: str,
     now: float,
     life_s: float = CERTIFICATE_S,
+    let_in_by: tuple[str, ...] = (),
 ) -> bytes:
-    """A certificate; `by` is the root's key, or an admin's whose own certificate is `above`."""
+    """A certificate; `by` is the root's key, or an admin's whose own certificate is `above`. `let_in_by` is of the one before."""
     told = (peer_id, role, now, now + life_s, invite, by.peer_id)
-    return bytes(msgpack.packb([*told, above, by.sign(_covered(root, told))]))
+    if by.peer_id != root:
+        below = itertools.takewhile(lambda admin: admin != by.peer_id, let_in_by)
+        let_in_by = (*below, by.peer_id, *opened(above, root).let_in_by)
+    return bytes(msgpack.packb([*told, above, by.sign(_covered(root, told, let_in_by)), let_in_by]))
 
 
 @functools.lru_cache(maxsize=4096)  # a signature takes 0.1 ms to check, and each certificate is seen with every record
@@ -99,17 +110,20 @@ def opened(data: bytes, root: str, depth: int = MAX_CHAIN) -> Certificate:
     what = "a member's certificate"
     told = read(unpack(data, MAX_CERTIFICATE_BYTES, what), _Signed, what)
     until = told.not_after
-    issuers: tuple[str, ...] = ()
+    signers: tuple[str, ...] = ()
     if told.issuer != root:
         if depth <= 1 or not told.above:
             raise NotPermittedError(f"the certificate of peer {told.peer_id} does not lead to the founder of this mesh")
         above = opened(told.above, root, depth - 1)
         if above.peer_id != told.issuer or above.role != "admin":
             raise NotPermittedError(f"the certificate of peer {told.peer_id} was signed by a peer that is no admin")
-        until, issuers = min(until, above.until), (told.issuer, *above.issuers)
-    if not verify(told.issuer, _covered(root, told[:6]), told.signature):
+        until, signers = min(until, above.until), (told.issuer, *above.let_in_by)
+    if not verify(told.issuer, _covered(root, told[:6], told.let_in_by), told.signature):
         raise NotPermittedError(f"the certificate of peer {told.peer_id} was not signed by an admin of this mesh")
-    return Certificate(told.peer_id, told.role, told.issued_at, until, told.invite, issuers)
+    let_in_by = signers if told.let_in_by is None else told.let_in_by
+    if not set(signers) <= set(let_in_by):
+        raise NotPermittedError(f"the certificate of peer {told.peer_id} was signed by an admin that has not let it in")
+    return Certificate(told.peer_id, told.role, told.issued_at, until, told.invite, let_in_by)
 
 
 @dataclass(frozen=True)
@@ -182,12 +196,17 @@ class Members:
         return found
 
     def is_revoked(self, peer_id: str, certificate: Certificate | None = None) -> bool:
-        """Whether it is, or an admin who vouches for it. An admin is revoked by the root only, and then revokes nobody."""
+        """Whether it is, or an admin that has let it in. An admin is revoked by the root only, and then revokes nobody."""
         certificate = certificate or self.known.get(peer_id)
         role = certificate.role if certificate is not None else "compute"
         return self._is_named(peer_id, role) or (
-            certificate is not None and any(self._is_named(issuer, "admin") for issuer in certificate.issuers)
+            certificate is not None and any(self._is_named(admin, "admin") for admin in certificate.let_in_by)
         )
+
+    def is_named(self, peer_id: str) -> bool:
+        """Whether a list names the peer itself: then no other admin's invite helps it."""
+        known = self.known.get(peer_id)
+        return self._is_named(peer_id, known.role if known is not None else "compute")
 
     def _is_named(self, peer_id: str, role: Role) -> bool:
         if peer_id == self.root:

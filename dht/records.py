@@ -424,7 +424,9 @@ def open_sealed(
     if not 0 < envelope.expires_at - record.sent_at <= life_s:
         raise ProtocolError(f"{what} is not valid at all, or for longer than {life_s:g} s")
     if members is not None:
-        members.may_write(envelope.signer, envelope.certificate, envelope.kind, now)
+        # A list has to outlive the certificates that it ends, and so its admin's: that held when the list was made.
+        then = min(now, record.sent_at) if now is not None and isinstance(record, RevokedRecord) else now
+        members.may_write(envelope.signer, envelope.certificate, envelope.kind, then)
     if now is not None and is_ahead(record.sent_at, now):
         raise ClockError(told_ahead(subkey, record.sent_at, now))
     if now is not None and envelope.expires_at <= now:

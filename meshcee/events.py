@@ -45,4 +45,5 @@ class Event(StrEnum):
     DEVICE_CONFINED = "this peer's device computes in a process of its own"
     DEVICE_AWAY = "this peer's device is away: its process has ended"
     DEVICE_BACK = "this peer's device is back"
+    MEMBERSHIP_OVER = "this peer is no member of its mesh any more"
     IDENTITY_USED_TWICE = "another process uses this peer's identity"

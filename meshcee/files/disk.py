@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import stat
@@ -23,6 +24,7 @@ __all__ = [
     "is_refusal",
     "is_torn",
     "link",
+    "locked",
     "make_folder",
     "move",
     "new_folder",
@@ -175,6 +177,15 @@ def _beside(path: Path, data: Data, mode: int) -> Iterator[Path]:
         if isinstance(error, OSError):
             error.filename, error.filename2 = str(path), None  # the name that people know
         raise
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """For who reads the file and writes it again: whoever else does, in another process or thread, waits."""
+    make_folder(path.parent)
+    with open(f"{path}.lock", "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def append(path: Path, data: Data) -> None:

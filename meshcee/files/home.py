@@ -7,6 +7,7 @@ no living process holds.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import itertools
 import os
 import time
@@ -211,12 +212,19 @@ class Home:
             )
 
     @contextmanager
-    def identity_file(self, chosen: Path | None = None) -> Iterator[Path]:
-        """An identity file that no living process uses, ours while the block runs; `chosen` insists on one."""
+    def identity_file(self, chosen: Path | None = None, apart_from: Path | None = None) -> Iterator[Path]:
+        """An identity file that no living process uses, ours while the block runs; `chosen` insists on one. `apart_from` is another
+        peer's, which may be down."""
         folder = self.folder / "identities"
         with self.writable():
             disk.make_folder(folder)
+            if chosen is not None and chosen.absolute().parent != folder.absolute():
+                where = os.fsencode(chosen.absolute())
+                disk.write_whole(folder / f"{hashlib.sha256(where).hexdigest()[:16]}.elsewhere", where)
+        left = apart_from and apart_from.absolute()
         for path in [chosen] if chosen else [folder / f"{i}.key" for i in range(256)]:
+            if path.absolute() == left:
+                continue
             with self.writable():
                 lock = path.with_name(f"{path.name}.lock").open("ab")
             with lock:
@@ -229,6 +237,11 @@ class Home:
         if chosen:
             raise JoinError(f"a peer on this machine already runs with the identity {chosen}: leave --identity out")
         raise UsageError(f"256 peers already run from {self.folder}; give another MESHCEE_HOME")
+
+    def identities_elsewhere(self) -> list[Path]:
+        """Those that were chosen and lie in no folder of ours, as far as they are there."""
+        found = sorted((self.folder / "identities").glob("*.elsewhere"))
+        return [path for path in (Path(os.fsdecode(file.read_bytes())) for file in found) if path.exists()]
 
     @contextmanager
     def writable(self) -> Iterator[None]:
@@ -246,20 +259,15 @@ class Home:
         start at once get two.
         """
         path = self.folder / "incarnation"
-        with self.writable():
-            disk.make_folder(self.folder)
-            with open(f"{path}.lock", "ab") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                try:
-                    last = int(path.read_text())
-                except FileNotFoundError:
-                    last = 0
-                except ValueError as error:
-                    raise UsageError(
-                        f"{path} is damaged: write a number into it that is higher than any before"
-                    ) from error
-                following = max(last, after) + 1
-                disk.write_whole(path, str(following).encode())
+        with self.writable(), disk.locked(path):
+            try:
+                last = int(path.read_text())
+            except FileNotFoundError:
+                last = 0
+            except ValueError as error:
+                raise UsageError(f"{path} is damaged: write a number into it that is higher than any before") from error
+            following = max(last, after) + 1
+            disk.write_whole(path, str(following).encode())
         return following
 
     def new_run(self, name: str) -> Run:

@@ -104,11 +104,11 @@ class Children:
         command += ["--threads", str(threads), "--device", "cpu"]
         if emulation:
             command += [*emulation, "--shape-device", name]
-        environment = {**os.environ, "MESHCEE_HOME": str(self.home), "OMP_NUM_THREADS": str(threads)}
+        # It is no peer of the user's: it has none of the user's options, and joins only what it is told to.
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("MESHCEE_") or k == "MESHCEE_LOG"}
+        environment |= {"MESHCEE_HOME": str(self.home), "MESHCEE_CONFIG": os.devnull, "OMP_NUM_THREADS": str(threads)}
         environment["MESHCEE_PARENT"] = str(os.getpid())
-        environment["MESHCEE_CONFIG"] = os.devnull  # it is no peer of the user's: it joins only what it is told to
         environment["MESHCEE_DEVICE_PROCESS"] = "0"  # its owner and its user are one: nobody need be kept from its keys
-        environment.pop("MESHCEE_JOIN", None)
         if token:  # not as an argument, which every process of this machine may read
             environment["MESHCEE_JOIN"] = token
         process = await self.spawn(

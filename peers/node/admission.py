@@ -8,11 +8,14 @@ identity, so it comes back without the admin.
 from __future__ import annotations
 
 import asyncio
+import glob
 import hashlib
 import hmac
+import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,21 +25,27 @@ import structlog
 from dht import (
     CERTIFICATE_S,
     ENROL,
+    MAX_ADDRESSES,
+    MAX_REVOKED,
     RENEWED_AFTER_S,
     Certificate,
     Grant,
     Identity,
     Members,
     MeshKey,
+    RevokedRecord,
     Role,
     Token,
     certify,
+    dated,
     invite_key,
     learn_list,
+    seal,
 )
-from meshcee.config import Limits
+from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError, UsageError
-from meshcee.files import disk, dumps, loads
+from meshcee.events import Event
+from meshcee.files import Home, disk, dumps, loads
 from peers.transport import Frame, Stream, StreamClosed, Transport
 from peers.wire import messages
 
@@ -50,8 +59,10 @@ log = structlog.get_logger()
 RENEW = "renew"
 ENROLLED = "enrolled"
 TRIES = 3  # libp2p drops one of two connections that were dialled at the same moment
-LOOK_EVERY_S = 600.0
+LOOK_FIRST_S, LOOK_EVERY_S = 30.0, 600.0
 MAX_LISTS = 64
+MOST_OF_ONE = 4  # addresses of another peer that are kept
+LIST_S = CERTIFICATE_S + 1800.0  # that a list of who is revoked holds: for longer than the certificates that it ends
 
 
 @dataclass
@@ -64,10 +75,24 @@ class Membership:
     lists: tuple[bytes, ...] = ()
     file: Path | None = None
     addresses: tuple[str, ...] = ()  # of this peer, when it was last up
+    others: tuple[str, ...] = ()  # of peers that it has seen last
 
     @staticmethod
     def place(identity: Path, root: str) -> Path:
         return Path(f"{identity}.{root[-8:]}.member")
+
+    @property
+    def identity(self) -> Path:
+        """The file beside which this lies."""
+        assert self.file is not None
+        return Path(str(self.file).removesuffix(f".{self.root[-8:]}.member"))
+
+    @staticmethod
+    def files(home: Home) -> list[Path]:
+        """Of all identities of this machine, in all meshes."""
+        own = sorted((home.folder / "identities").glob("*.member"))
+        chosen = (sorted(one.parent.glob(f"{glob.escape(one.name)}.*.member")) for one in home.identities_elsewhere())
+        return [*own, *itertools.chain.from_iterable(chosen)]
 
     @classmethod
     def load(cls, identity: Path, root: str) -> Membership | None:
@@ -82,7 +107,8 @@ class Membership:
             told = loads(file.read_text())
             key, certificate = MeshKey(bytes.fromhex(told["key"])), bytes.fromhex(told["certificate"])
             lists = tuple(bytes.fromhex(one) for one in told["lists"])
-            return cls(str(told["root"]), key, certificate, lists, file, tuple(map(str, told["addresses"])))
+            addresses, others = (tuple(map(str, told.get(name, ()))) for name in ("addresses", "others"))
+            return cls(str(told["root"]), key, certificate, lists, file, addresses, others)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError, UsageError) as error:
@@ -98,6 +124,7 @@ class Membership:
             "certificate": self.certificate.hex(),
             "lists": [one.hex() for one in self.lists],
             "addresses": list(self.addresses),
+            "others": list(self.others),
         }
         disk.write_whole(self.file, dumps(data, indent=1).encode())
 
@@ -109,11 +136,23 @@ class Membership:
         return found
 
     def holds(self, peer_id: str, now: float) -> Certificate | None:
-        """The certificate, while it is this peer's and has not ended."""
+        """The certificate, while it is this peer's, has not ended, and no list that it knows of revokes it."""
         try:
-            return Members(self.root).vouch(peer_id, self.certificate, "compute", now, "")
+            return self.vouch(peer_id, now)
         except (NotPermittedError, ProtocolError):
             return None
+
+    def why_not(self, peer_id: str, now: float) -> str:
+        """Why it does not hold, for people."""
+        try:
+            self.vouch(peer_id, now)
+        except (NotPermittedError, ProtocolError) as error:
+            return str(error)
+        return ""
+
+    def vouch(self, peer_id: str, now: float) -> Certificate | None:
+        """The certificate, or why it does not hold: NotPermittedError or ProtocolError."""
+        return self.members(lambda: now).vouch(peer_id, self.certificate, "compute", now, "")
 
 
 def ledger_of(identity: Path, root: str) -> Path:
@@ -124,7 +163,8 @@ def ledger_of(identity: Path, root: str) -> Path:
 class Admin:
     """Who can make members: with the root's key, or with its own and a certificate that makes it an admin.
 
-    `at` is the peer where its invites are exchanged; `ledger` the file that says whom each has let in.
+    `at` is the peer where its invites are exchanged; `ledger` the file that says whom each has let in. Beside it lies, without an
+    end, whom this admin has revoked. The list of these that it tells the mesh ends, and is sealed anew each day.
     """
 
     def __init__(
@@ -143,11 +183,20 @@ class Admin:
         self._ledger = ledger
         self._clock = clock
         self._let_in: dict[str, list[str]] = _read_ledger(ledger)
+        self._revoked = RevokedRecord(key.peer_id, 0.0)
+        self._revoked = self._read_revoked()
         self._writing = asyncio.Lock()
 
-    def certify(self, peer_id: str, role: Role, invite: str = "", life_s: float = CERTIFICATE_S) -> bytes:
+    def certify(
+        self,
+        peer_id: str,
+        role: Role,
+        invite: str = "",
+        life_s: float = CERTIFICATE_S,
+        let_in_by: tuple[str, ...] = (),
+    ) -> bytes:
         above = b"" if self.key.peer_id == self.root else self._above()
-        return certify(self.key, above, self.root, peer_id, role, invite, self._clock(), life_s)
+        return certify(self.key, above, self.root, peer_id, role, invite, self._clock(), life_s, let_in_by)
 
     def own_certificate(self) -> bytes:
         """Beside what the key itself signs."""
@@ -162,9 +211,66 @@ class Admin:
         grant = Grant(self.root, self.key.peer_id, self.at, name, role, uses, self._clock() + for_s)
         return Token.sign(self.key, addresses, grant)
 
-    def serve(self, transport: Transport, members: Members, mesh_key: MeshKey) -> None:
+    def is_list_due(self, members: Members) -> bool:
+        """Whether the list that others know says something else than the one on the disk, or will end in some days."""
+        told = members.lists.get(self.key.peer_id)
+        here = self._revoked
+        if told is None:
+            return bool(here.peers or here.invites)
+        differs = told.peers != set(here.peers) or told.invites != set(here.invites)
+        return differs or self._clock() - told.sent_at >= RENEWED_AFTER_S
+
+    def sealed_list(
+        self,
+        members: Members,
+        mesh_key: MeshKey,
+        limits: Limits,
+        peers: Iterable[str] = (),
+        invites: Iterable[str] = (),
+    ) -> bytes:
+        """All whom this admin has revoked, and these: on its disk, and sealed for others. A process that does the same waits."""
+        told = members.lists.get(self.key.peer_id)
+        with disk.locked(self._revoked_file) if self._revoked_file is not None else nullcontext():
+            here = self._read_revoked()
+            found = RevokedRecord(
+                here.peer_id,
+                dated(self._clock(), max(here.sent_at, told.sent_at if told else 0.0)),
+                tuple(sorted({*here.peers, *(told.peers if told else ()), *peers})),
+                tuple(sorted({*here.invites, *(told.invites if told else ()), *invites})),
+            )
+            if max(len(found.peers), len(found.invites)) > MAX_REVOKED:
+                raise UsageError(
+                    f"this admin has revoked {MAX_REVOKED} peers, as many as a list can hold: found a new mesh"
+                )
+            data = seal(found, self.key, mesh_key, found.sent_at + LIST_S, limits, self.own_certificate())
+            if self._revoked_file is not None:
+                disk.write_whole(self._revoked_file, dumps(found.to_wire(), indent=1).encode())
+            self._revoked = found
+        return data
+
+    @property
+    def _revoked_file(self) -> Path | None:
+        return self._ledger.with_suffix(".revoked.json") if self._ledger is not None else None
+
+    def _read_revoked(self) -> RevokedRecord:
+        """As the disk has it; another process may have added to it."""
+        path = self._revoked_file
+        try:
+            told = loads(path.read_text()) if path is not None else self._revoked.to_wire()
+            return RevokedRecord.from_wire(told, self.key.peer_id, "its list")
+        except FileNotFoundError:
+            return self._revoked
+        except (OSError, ValueError, TypeError, ProtocolError) as error:
+            raise UsageError(
+                f"{path}, which says whom this admin has revoked, cannot be read ({error}): restore it, or remove it and revoke "
+                "them again"
+            ) from error
+
+    def serve(
+        self, transport: Transport, members: Members, mesh_key: MeshKey, timeouts: Timeouts | None = None
+    ) -> None:
         """Let in who holds an invite of ours, and renew certificates."""
-        self._members, self._mesh_key = members, mesh_key
+        self._members, self._mesh_key, self._timeouts = members, mesh_key, timeouts or Timeouts()
         members.invited = self._key_of
         transport.serve(ENROL, self._enrol)
         transport.serve(RENEW, self._renew)
@@ -181,7 +287,8 @@ class Admin:
             )
         Token((), grant).check_date(self._clock())
         let_in = self._let_in.get(grant.id, [])
-        if self._members.is_cancelled(grant.id) or self._members.is_revoked(peer_id):
+        is_cancelled = self._members.is_cancelled(grant.id) or grant.id in self._revoked.invites
+        if is_cancelled or self._members.is_named(peer_id) or peer_id in self._revoked.peers:
             raise NotPermittedError(
                 f"an admin has revoked this invite, or peer {peer_id}: ask for a new one (`meshcee invite`)"
             )
@@ -196,7 +303,8 @@ class Admin:
         """Of a stream whose handshake has proven an invite: it says here which, and proves that one."""
         stream.max_payload_bytes = 0
         try:
-            frame = await stream.recv()
+            async with asyncio.timeout(self._timeouts.handshake_s):
+                frame = await stream.recv()
             shown, proof = (messages.need(frame.header, name, bytes) for name in ("invite", "proof"))
             async with self._writing:
                 grant = self._checked(stream.peer_id, shown)
@@ -214,7 +322,13 @@ class Admin:
         known = self._members.known.get(stream.peer_id)
         if known is None:  # an open mesh
             raise ProtocolError("this peer has no certificate that could be renewed")
-        await stream.send(self._given(self.certify(stream.peer_id, known.role, known.invite)))
+        if self.key.peer_id not in (self.root, *known.let_in_by):  # the member would go with this admin
+            error = NotPermittedError(
+                "another admin has let this peer in: that one renews its certificate, or the founder"
+            )
+            await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
+            return
+        await stream.send(self._given(self.certify(known.peer_id, known.role, known.invite, let_in_by=known.let_in_by)))
 
     def _given(self, certificate: bytes) -> Frame:
         lists = [told.data for told in self._members.lists.values()][:MAX_LISTS]
@@ -253,29 +367,36 @@ def proven(key: bytes, peer_id: str) -> bytes:
     return hmac.digest(key, b"meshcee enrol " + peer_id.encode(), hashlib.sha256)
 
 
-async def enrol(door: Transport, token: Token, file: Path | None = None) -> Membership:
+async def enrol(
+    door: Transport, token: Token, file: Path | None = None, timeouts: Timeouts | None = None
+) -> Membership:
     """Exchange the invite over a transport that shows it and proves its key. JoinError where its admin is not there."""
     grant = token.grant
     assert grant is not None
     token.check_date(time.time())
     where = [address for address in token.addresses if address.endswith(grant.at)]
-    for attempt in range(TRIES):
-        try:
-            stream = await door.open(grant.at, ENROL, where)
-            try:
-                proof = proven(token.key, door.peer_id)
-                await stream.send(Frame("enrol", {"invite": grant.pack(), "proof": proof}))
-                return _given(await stream.recv(), grant.root, door.peer_id, file)
-            finally:
-                stream.abort()
-        except (JoinError, StreamClosed) as error:
-            if attempt == TRIES - 1:
-                raise JoinError(
-                    f"the machine that has made this invite does not answer: {error}. Who has joined before needs nobody; "
-                    "a new member needs the admin's machine to run, or an invite of another admin"
-                ) from error
-        await asyncio.sleep(0.2 * (attempt + 1))
-    raise AssertionError("the last try raises")
+    within_s = (timeouts or Timeouts()).join_s
+    failed: Exception | None = None
+    try:
+        async with asyncio.timeout(within_s):
+            for attempt in range(TRIES):
+                await asyncio.sleep(0.2 * attempt)
+                try:
+                    stream = await door.open(grant.at, ENROL, where)
+                    try:
+                        proof = proven(token.key, door.peer_id)
+                        await stream.send(Frame("enrol", {"invite": grant.pack(), "proof": proof}))
+                        return _given(await stream.recv(), grant.root, door.peer_id, file)
+                    finally:
+                        stream.abort()
+                except (JoinError, StreamClosed) as error:
+                    failed = error
+    except TimeoutError:
+        failed = failed or JoinError(f"nothing came within {within_s:g} s")
+    raise JoinError(
+        f"the machine that has made this invite does not answer: {failed}. Who has joined before needs nobody; "
+        "a new member needs the admin's machine to run, or an invite of another admin"
+    ) from failed
 
 
 async def renewed(agent: MeshView, kept: Membership, admin: str) -> Membership:
@@ -283,7 +404,7 @@ async def renewed(agent: MeshView, kept: Membership, admin: str) -> Membership:
     stream = await agent.transport.open(admin, RENEW, agent.addresses_of([admin]).get(admin, ()))
     try:
         given = _given(await stream.recv(), kept.root, agent.peer_id, kept.file)
-        return replace(given, addresses=kept.addresses)
+        return replace(given, addresses=kept.addresses, others=kept.others)
     finally:
         stream.abort()
 
@@ -302,37 +423,60 @@ def _given(frame: Frame, root: str, peer_id: str, file: Path | None) -> Membersh
 
 
 async def stay_member(agent: MeshView, kept: Membership, admin: Admin | None = None) -> None:
-    """As long as the peer runs: renew the certificate while an admin is there, and keep on disk what is learnt."""
-    news, members = asyncio.Event(), agent.members
+    """As long as the peer runs: renew the certificate while an admin is there, and keep on disk what is learnt. An admin tells its
+    list again."""
+    news, members, was_told = asyncio.Event(), agent.members, False
     members.on_change.append(news.set)
-    while True:
-        own = kept.holds(agent.peer_id, agent.clock())
-        if own is None or agent.clock() - own.issued_at >= RENEWED_AFTER_S:
+    for wait_s in itertools.chain([LOOK_FIRST_S], itertools.repeat(LOOK_EVERY_S)):
+        now, own = agent.clock(), kept.holds(agent.peer_id, agent.clock())
+        # A certificate of an admin whose own ends soon is young, and ends soon as well.
+        if own is None or now - own.issued_at >= RENEWED_AFTER_S or own.until - now < CERTIFICATE_S - RENEWED_AFTER_S:
             kept = await _renew(agent, kept, admin)
             members.shown = kept.certificate
+            own = kept.holds(agent.peer_id, agent.clock())
+        if own is None and not was_told:
+            log.warning(Event.MEMBERSHIP_OVER, mesh=kept.root, why=kept.why_not(agent.peer_id, agent.clock()))
+        was_told = own is None
         kept.lists = tuple(told.data for told in members.lists.values())
+        kept.others = _seen(agent) or kept.others
         try:
+            if admin is not None and admin.is_list_due(members):
+                data = await asyncio.to_thread(admin.sealed_list, members, kept.key, agent.limits)
+                await agent.directory.revoke(data)
             await asyncio.to_thread(kept.save)
         except OSError as error:
             log.warning("what this peer knows of the mesh's members is not on disk", why=disk.refusal(error))
+        except UsageError as error:
+            log.warning("this admin's list of who is revoked is not told again", why=str(error))
         try:
-            async with asyncio.timeout(LOOK_EVERY_S):
+            async with asyncio.timeout(wait_s):
                 await news.wait()
         except TimeoutError:
             pass
         news.clear()
 
 
+def _seen(agent: MeshView) -> tuple[str, ...]:
+    """Where others are, for commands of this machine while its peer is down."""
+    others = [record for peer, record in agent.directory.peers.items() if peer != agent.peer_id and record.addresses]
+    return tuple(itertools.islice((a for one in others for a in one.addresses[:MOST_OF_ONE]), MAX_ADDRESSES))
+
+
 async def _renew(agent: MeshView, kept: Membership, admin: Admin | None) -> Membership:
-    """With a later certificate if anybody can be asked for one."""
+    """With a certificate that ends later, if anybody can be asked for one."""
     if admin is not None and admin.key.peer_id == kept.root:
         return replace(kept, certificate=admin.certify(agent.peer_id, "admin"))
+    own = kept.holds(agent.peer_id, agent.clock())
     for peer in agent.members.admins(agent.directory.peers):
         if peer == agent.peer_id:
             continue
         try:
             async with asyncio.timeout(agent.timeouts.join_s):
-                return await renewed(agent, kept, peer)
+                given = await renewed(agent, kept, peer)
         except (MeshceeError, StreamClosed, TimeoutError) as error:
             log.info("this admin has not renewed our certificate", admin=peer, error=str(error))
+            continue
+        found = given.holds(agent.peer_id, agent.clock())
+        if found is not None and (own is None or found.until > own.until):
+            return given
     return kept

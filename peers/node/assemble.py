@@ -31,10 +31,11 @@ from dht import (
     Token,
     certify,
     dialable,
+    learn_list,
     read_lists,
 )
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import JoinError
+from meshcee.errors import JoinError, NotPermittedError
 from meshcee.files import Home, large_apart, settled
 from peers.device import Compute, Graphs, Pace, host_id
 from peers.node.agent import Agent, AgentOptions
@@ -75,6 +76,7 @@ class JoinOptions:
     direct_port: int = 0  # -1: none
     relay: bool = True  # a peer that computes passes on streams between members who cannot reach each other
     identity: Path | None = None
+    apart_from: Path | None = None  # an identity that another peer of this machine comes back with
     open: bool = False
     valid_s: float = 7 * 86400
     shape: str | None = None
@@ -282,7 +284,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         if token is None:
             founding = stack.enter_context(Founding.of(home, chosen, is_open=options.open))
             listen, chosen = founding.listen(listen), founding.identity
-        file = stack.enter_context(home.identity_file(chosen))
+        file = stack.enter_context(home.identity_file(chosen, options.apart_from))
         identity = Identity.load_or_create(file)
         announce = [options.announce] if options.announce else []
         daemon = P2PDaemon(identity, listen=[listen], announce=announce, seeds=seeds, timeouts=timeouts)
@@ -293,8 +295,9 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             admin = Admin(root, root.peer_id, bytes, identity.peer_id, ledger_of(file, root.peer_id), time.time)
             before = Membership.load(file, root.peer_id)
             certificate = admin.certify(identity.peer_id, "admin")
-            lists = before.lists if before else ()
-            kept = Membership(root.peer_id, founding.key, certificate, lists, Membership.place(file, root.peer_id))
+            kept = Membership(root.peer_id, founding.key, certificate, file=Membership.place(file, root.peer_id))
+            if before is not None:
+                kept.lists, kept.others = before.lists, before.others
         elif token is not None and token.grant is not None:
             kept = Membership.load(file, token.grant.root)
             known = kept.holds(identity.peer_id, time.time()) if kept else None
@@ -305,7 +308,8 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
                     shown = Members(token.grant.root, token.grant.pack())
                     door = Libp2pTransport(daemon.p2p, token.key, timeouts=timeouts, limits=limits, members=shown)
                     async with door:
-                        kept = await enrol(door, token, Membership.place(file, token.grant.root))
+                        place = Membership.place(file, token.grant.root)
+                        kept = await enrol(door, token, place, timeouts)
                 with home.writable():
                     kept.save()
         key = kept.key if kept else MeshKey()
@@ -313,6 +317,9 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         if kept is not None and admin is None and members.own is not None and members.own.role == "admin":
             ledger = ledger_of(file, kept.root)
             admin = Admin(identity, kept.root, lambda: members.shown, identity.peer_id, ledger, time.time)
+        if admin is not None and admin.is_list_due(members):  # commands may have revoked peers while this one was down
+            with home.writable():
+                learn_list(admin.sealed_list(members, key, limits), key, limits, members, time.time())
         transport: Transport
         pace, shape = options.pace, None
         if options.shape and options.shape_device:
@@ -374,7 +381,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         )
         node.admin, node.joined_by = admin, token
         if admin is not None:
-            admin.serve(transport, members, key)
+            admin.serve(transport, members, key, timeouts)
         await stack.enter_async_context(node)
         if kept is not None:
             if options.compute:
@@ -403,11 +410,13 @@ async def _greet(transport: Transport, daemon: P2PDaemon, seeds: tuple[str, ...]
         for peer_id in sorted(daemon.reached):
             try:
                 stream = await transport.open(peer_id, "join", [s for s in seeds if s.endswith(peer_id)])
-            except (JoinError, StreamClosed) as error:
-                problem = error
+            except (JoinError, StreamClosed, NotPermittedError) as error:
+                problem = error  # one that was revoked may be among the seeds, and still run
             else:
                 await stream.aclose()
                 return
+        if isinstance(problem, NotPermittedError):
+            break
         await asyncio.sleep(0.2 * (attempt + 1))
     if problem is not None:
         raise problem

@@ -11,10 +11,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from dht import CERTIFICATE_S, MAX_REVOKED, Identity, RevokedRecord, Token, dated, learn_list, public_key_of, seal
+from dht import MAX_ADDRESSES, Identity, Token, learn_list, public_key_of
 from meshcee.errors import MeshceeError, NotPermittedError, ProtocolError, UsageError
 from meshcee.files import Home
 from peers.node.admission import Admin, Membership, ledger_of
@@ -25,6 +24,8 @@ from peers.node.founding import founded
 __all__ = ["Authority", "authority_of"]
 
 TOLD_AT_ONCE = 16
+OWN_ADDRESSES = 8  # of the addresses that a command dials
+MINUTES_S = 600.0  # that this machine's own way in holds
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,14 @@ class Authority:
     def addresses(self) -> tuple[str, ...]:
         return self.membership.addresses
 
+    def way_in(self, joined: Token | None = None) -> str:
+        """An invite for a command of this machine: what was printed may have ended. Where this machine's own peer is down, others
+        answer, as far as the machine knows where they are, or `joined` says so."""
+        known = (self.membership, *self.others)
+        others = [*(joined.addresses if joined else ()), *(a for one in known for a in one.others)]
+        addresses = tuple(dict.fromkeys([*self.addresses[:OWN_ADDRESSES], *others]))
+        return self.admin.invite(addresses[:MAX_ADDRESSES], "own", 1, MINUTES_S).encode()
+
     async def revoke(self, agent: Agent, wanted: str) -> dict[str, Any]:
         """Sign that this peer is no member any more, tell everybody, and say how many have heard it."""
         key, members = self.admin.key, agent.members
@@ -58,27 +67,14 @@ class Authority:
             raise NotPermittedError("an admin does not revoke itself: ask another admin, or found a new mesh")
         if (known := members.known.get(peer)) and known.role == "admin" and key.peer_id != self.membership.root:
             raise NotPermittedError(f"{name} is an admin: only the machine that has started the mesh can revoke one")
-        before = members.lists.get(key.peer_id)
         invites = {known.invite} if known and known.invite else set()
         invites |= self.admin.invites_of(peer)
-        record = RevokedRecord(
-            key.peer_id,
-            dated(agent.clock(), before.sent_at if before else 0.0),
-            tuple(sorted({peer, *(before.peers if before else ())})),
-            tuple(sorted({*invites, *(before.invites if before else ())})),
-        )
-        if max(len(record.peers), len(record.invites)) > MAX_REVOKED:
-            raise UsageError(
-                f"this admin has revoked {MAX_REVOKED} peers, as many as a list can hold: found a new mesh"
-            )
-        data = seal(
-            record, key, agent.mesh_key, record.sent_at + CERTIFICATE_S, agent.limits, self.admin.own_certificate()
+        data = await asyncio.to_thread(
+            self.admin.sealed_list, members, agent.mesh_key, agent.limits, [peer], sorted(invites)
         )
         to = [p for p in agent.directory.peers if p not in (agent.peer_id, peer)]
         await agent.directory.revoke(data)
         heard = await self._tell(agent, to, data)
-        self.membership.lists = tuple(told.data for told in members.lists.values())
-        await asyncio.to_thread(self.membership.save)
         return {"peer": peer, "name": name, "heard": heard, "peers": len(to), "invites": sorted(invites)}
 
     async def _tell(self, agent: Agent, to: Iterable[str], data: bytes) -> int:
@@ -119,18 +115,16 @@ def _whom(agent: Agent, wanted: str) -> tuple[str, str]:
 def authority_of(home: Home, token: Token | None) -> Authority | None:
     """Of this machine in the token's mesh; without a token, in the mesh that it has founded, or the one where it is an admin."""
     root = token.grant.root if token is not None and token.grant is not None else None
-    folder = home.folder / "identities"
-    kept = [one for file in sorted(folder.glob("*.member")) if (one := Membership.read(file)) is not None]
-    if (mine := founded(home)) is not None:
+    kept = [one for file in Membership.files(home) if (one := Membership.read(file)) is not None]
+    if (mine := founded(home, root)) is not None:
         key, identity = mine
         first = Membership.load(identity, key.peer_id)
-        if first is not None and root in (None, key.peer_id):
+        if first is not None:
             at = Identity.load_or_create(identity).peer_id
             admin = Admin(key, key.peer_id, bytes, at, ledger_of(identity, key.peer_id), time.time)
             return Authority(admin, first, tuple(one for one in kept if one.root == key.peer_id))
     for one in kept:
-        assert one.file is not None
-        identity = Path(str(one.file).removesuffix(f".{one.root[-8:]}.member"))
+        identity = one.identity
         if root not in (None, one.root) or not identity.exists():
             continue
         key = Identity.load_or_create(identity)

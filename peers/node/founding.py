@@ -19,7 +19,7 @@ from dht import Identity, MeshKey
 from meshcee.errors import JoinError, UsageError
 from meshcee.files import Home, disk, dumps, loads
 
-__all__ = ["Founding", "founded"]
+__all__ = ["Founding", "founded", "founds_again"]
 
 log = structlog.get_logger()
 
@@ -90,9 +90,23 @@ def _admin_key(base: Path) -> Path:
     return base.with_name(base.name + ".admin-key")
 
 
-def founded(home: Home) -> tuple[Identity, Path] | None:
-    """The admin's key, and the first peer's identity file, of the mesh that this machine has founded."""
-    base = home.folder / "mesh"
+def founded(home: Home, root: str | None = None) -> tuple[Identity, Path] | None:
+    """The admin's key, and the first peer's identity file, of a mesh that this machine has founded: of this root, or of any."""
+    here = sorted((home.folder / "identities").glob("*.founded.json"))
+    bases = (Path(str(file).removesuffix(".founded.json")) for file in here)
+    for base in (home.folder / "mesh", *bases, *home.identities_elsewhere()):
+        found = _founded_at(base)
+        if found is not None and root in (None, found[0].peer_id):
+            return found
+    return None
+
+
+def founds_again(home: Home, identity: Path | None) -> bool:
+    """Whether who starts a mesh with this identity, or chooses none, has founded it before."""
+    return _founded_at(identity or home.folder / "mesh") is not None
+
+
+def _founded_at(base: Path) -> tuple[Identity, Path] | None:
     kept = _read(base.with_name(base.name + ".founded.json"))
     if "identity" not in kept or not _admin_key(base).exists():
         return None

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import structlog
 
-from dht import Members
+from dht import ENROL, Members
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError
 from meshcee.events import Event
@@ -61,7 +61,7 @@ class Endpoint(ABC):
         self._accepted_per_peer: Counter[str] = Counter()
         self.streams: set[FramedStream] = set()
         self._handling: set[asyncio.Task[None]] = set()
-        self._strangers: dict[FramedStream, None] = {}  # accepted, of peers that have not proven the key; oldest first
+        self._strangers: dict[FramedStream, None] = {}  # accepted, of peers that never proved the key; oldest first
         self._patience = Patience(lambda: asyncio.get_running_loop().time())
         self._seldom = {event: Seldom(event) for event in (Event.STREAM_REFUSED, Event.HANDLER_FAILED)}
         self._group: asyncio.TaskGroup | None = None
@@ -222,6 +222,7 @@ class Endpoint(ABC):
         except Exception as error:
             self._seldom[Event.HANDLER_FAILED].ended(error, peer=short(stream.peer_id), purpose=stream.purpose)
         finally:
+            self._strangers.pop(stream, None)
             stream.abort()
             self._forget(stream)
             self._accepted_per_peer[stream.peer_id] -= 1
@@ -250,8 +251,12 @@ class Endpoint(ABC):
             self._seldom[Event.STREAM_REFUSED].log(peer=short(stream.peer_id), error=str(error))
             return None
         finally:
+            is_stranger = stream in self._strangers
             self._strangers.pop(stream, None)
-        self._patience.proven(stream.peer_id)
+        if welcome.purpose != ENROL:
+            self._patience.proven(stream.peer_id)
+        elif is_stranger:  # it has proven an invite, which ever new identities can: a stranger until it is a member
+            self._strangers[welcome] = None
         return welcome
 
     async def _shake(self, stream: FramedStream, shaking: Coroutine[Any, Any, str], path: Path | None) -> FramedStream:

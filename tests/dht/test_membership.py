@@ -39,6 +39,7 @@ from dht.signing import ROLES, Identity, MeshKey, Role
 from meshcee.config import Limits
 from meshcee.errors import MeshceeError, NotPermittedError, ProtocolError
 from peers.transport.handshake import SHOWN_BYTES
+from tests.mutation import breaks, changed
 from tests.rig.mutations import check_every_field
 
 NOW = 1e9
@@ -169,6 +170,76 @@ def test_an_admin_is_revoked_by_the_founder_only_and_the_founder_by_nobody() -> 
     here.learn(told(ROOT, OTHER_ADMIN))
     with pytest.raises(NotPermittedError, match="revoked"):
         here.admit(OTHER_ADMIN.peer_id, shown)
+
+
+def renewed(shown: bytes, by: Identity, above: bytes = b"") -> bytes:
+    """As who is asked to renew it does."""
+    before = opened(shown, ROOT.peer_id)
+    told = before.peer_id, before.role, before.invite
+    return certify(by, above, ROOT.peer_id, *told, NOW + 100, let_in_by=before.let_in_by)
+
+
+def renewing() -> None:
+    """N came by an admin's invite, M by the founder's: whoever has renewed their certificates, N goes with that admin, M stays."""
+    here, n, m = members(), by_admin(YOU, "own"), by_root(ME, "own")
+    of_n = [n, renewed(n, ROOT), renewed(renewed(n, ROOT), ADMIN, by_root(ADMIN, "admin"))]
+    of_m = [m, renewed(m, ROOT)]
+    here.learn(told(ROOT, ADMIN))
+    for shown in of_m:
+        assert here.admit(ME.peer_id, shown) is None
+    for shown in of_n:
+        assert opened(shown, ROOT.peer_id).let_in_by == (ADMIN.peer_id,)
+        with pytest.raises(NotPermittedError, match="revoked"):
+            here.admit(YOU.peer_id, shown)
+
+
+def test_whoever_renews_a_certificate_who_has_let_the_peer_in_stays_the_same() -> None:
+    renewing()
+    with changed(certify, "    if by.peer_id != root:", "    let_in_by = ()\n    if by.peer_id != root:"):
+        assert breaks(renewing)
+
+
+def test_whom_a_lower_admin_has_let_in_goes_with_each_above_it() -> None:
+    admin = by_admin(OTHER_ADMIN, "admin")
+    shown = certify(OTHER_ADMIN, admin, ROOT.peer_id, ME.peer_id, "own", "", NOW)
+    for one in (shown, renewed(shown, ADMIN, by_root(ADMIN, "admin")), renewed(shown, ROOT)):
+        assert opened(one, ROOT.peer_id).let_in_by == (OTHER_ADMIN.peer_id, ADMIN.peer_id)
+        for gone in (OTHER_ADMIN, ADMIN):
+            here = members()
+            here.learn(told(ROOT, gone))
+            with pytest.raises(NotPermittedError, match="revoked"):
+                here.admit(ME.peer_id, one)
+    moved = certify(OTHER_ADMIN, by_root(OTHER_ADMIN, "admin"), ROOT.peer_id, ME.peer_id, "own", "", NOW)
+    assert opened(moved, ROOT.peer_id).let_in_by == (OTHER_ADMIN.peer_id,)
+    back = renewed(moved, OTHER_ADMIN, admin)  # an admin who has come again, by another's invite
+    assert opened(back, ROOT.peer_id).let_in_by == (OTHER_ADMIN.peer_id, ADMIN.peer_id)
+
+
+def by_hand(by: Identity, above: bytes, let_in_by: tuple[str, ...] | None) -> bytes:
+    told = (ME.peer_id, "own", NOW, NOW + 60, "", by.peer_id)
+    version, more = (1, ()) if let_in_by is None else (2, (let_in_by,))
+    covered = msgpack.packb([f"meshcee certificate {version}", ROOT.peer_id, *told, *more])
+    return bytes(msgpack.packb([*told, above, by.sign(covered), *more]))
+
+
+def test_no_admin_signs_for_whom_others_have_let_in() -> None:
+    """Else one that is revoked could let in whom it likes, in another one's name."""
+    above = by_root(ADMIN, "admin")
+    assert members().admit(ME.peer_id, by_hand(ADMIN, above, (ADMIN.peer_id,))) is None
+    for let_in_by in ((), (OTHER_ADMIN.peer_id,)):
+        with pytest.raises(NotPermittedError, match="signed by an admin that has not let it in"):
+            members().admit(ME.peer_id, by_hand(ADMIN, above, let_in_by))
+
+
+def test_who_has_signed_a_certificate_of_an_older_meshcee_has_let_the_peer_in() -> None:
+    assert opened(by_hand(ROOT, b"", None), ROOT.peer_id).let_in_by == ()
+    shown = by_hand(ADMIN, by_root(ADMIN, "admin"), None)
+    assert opened(shown, ROOT.peer_id).let_in_by == (ADMIN.peer_id,)
+    with pytest.raises(NotPermittedError, match="was not signed"):
+        opened(bytes(msgpack.packb([*msgpack.unpackb(shown), (ADMIN.peer_id,)])), ROOT.peer_id)
+    new = by_hand(ADMIN, by_root(ADMIN, "admin"), (ADMIN.peer_id, OTHER_ADMIN.peer_id))
+    with pytest.raises(NotPermittedError, match="was not signed"):
+        opened(bytes(msgpack.packb(msgpack.unpackb(new)[:-1])), ROOT.peer_id)
 
 
 people = [ROOT, ADMIN, OTHER_ADMIN, ME, YOU]

@@ -373,6 +373,27 @@ def test_who_is_revoked_is_shown_and_cannot_come_back(tmp_path: Path) -> None:
             away.close()
 
 
+def test_an_admins_machine_revokes_while_its_own_peer_is_down(tmp_path: Path) -> None:
+    """Others answer its commands. Who was revoked may still run, and be the first to be asked: another one is."""
+    files = sorted((tmp_path / f"{i}.key" for i in range(2)), key=lambda file: Identity.load_or_create(file).peer_id)
+    with peers(tmp_path / "home", 1) as mesh:
+        others = Peers(tmp_path / "others", token=mesh.token)
+        others.home.mkdir()
+        try:
+            others.start("stays", "--identity", str(files[1]))
+            others.start("goes", "--identity", str(files[0]), "--join", others.tokens["stays"])
+            mesh.kill("peer-0")
+            line = others.tokens["goes"]
+            done = meshcee("revoke", "goes", "--join", line, "--json", home=mesh.home)
+            assert (done.code, done.lines[0]["heard"]) == (0, 1), done.err
+            seen = meshcee("members", "--join", line, "--json", home=mesh.home)
+            assert seen.code == 0, seen.err
+            assert "stays" in {m["name"] for m in seen.lines[0]["members"]}
+            assert seen.lines[0]["revoked"] == [others.ids["goes"]]
+        finally:
+            others.close()
+
+
 def test_another_protocol_version_is_refused_and_names_the_upgrade(mesh: Peers, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.mesh.next_version", "peer", "--join", mesh.token, "--listen", "127.0.0.1:0"]
     done = subprocess.run(

@@ -190,6 +190,8 @@ PLAN = Plan(
     (LeftOut("d", "it is slow"),),
 )
 CERTIFICATE = certify(ROOT, b"", ROOT.peer_id, ME.peer_id, "own", "an invite", NOW)
+ADMINS = certify(ROOT, b"", ROOT.peer_id, OTHER.peer_id, "admin", "", NOW)
+OF_AN_ADMIN = certify(OTHER, ADMINS, ROOT.peer_id, ME.peer_id, "own", "an invite", NOW)
 GRANT = Grant(ROOT.peer_id, ROOT.peer_id, ME.peer_id, "ab12", "own", 3, NOW)
 LAYOUT = {"a": (torch.float32, (2,)), "b": (torch.float32, ())}
 DIGEST = b"d" * 32
@@ -559,7 +561,7 @@ TARGETS: tuple[Target, ...] = (
         for r in RECORDS
     ),
     Target("envelopes", lambda: [seal(r, ME, KEY, UNTIL, certificate=CERTIFICATE) for r in RECORDS], envelope, FORGED),
-    Target("certificates", lambda: [CERTIFICATE], lambda data: opened(data, ROOT.peer_id), FORGED),
+    Target("certificates", lambda: [CERTIFICATE, OF_AN_ADMIN], lambda data: opened(data, ROOT.peer_id), FORGED),
     Target(
         "invites",
         lambda: [Token.sign(ROOT, (ADDRESS,), GRANT).encode(), ADDRESS],
@@ -644,7 +646,16 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "files of members",
         lambda: [
-            dumps({"root": "r", "key": "ab" * 32, "certificate": "ab", "lists": ["cd"], "addresses": ["x"]}).encode()
+            dumps(
+                {
+                    "root": "r",
+                    "key": "ab" * 32,
+                    "certificate": "ab",
+                    "lists": ["cd"],
+                    "addresses": ["x"],
+                    "others": ["y"],
+                }
+            ).encode()
         ],
         lambda data: Membership.read(file(data)),
         (),

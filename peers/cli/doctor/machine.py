@@ -352,6 +352,7 @@ async def guards() -> Guards | Unseen:
 
 def passes(home: Home) -> tuple[Pass, ...]:
     """Of each mesh the one that ends last, those that end last first."""
+    from peers.node.admission import Membership
     from peers.node.founding import founded
 
     try:
@@ -360,7 +361,7 @@ def passes(home: Home) -> tuple[Pass, ...]:
     except (UsageError, OSError):
         root = ""
     best: dict[str, Pass] = {}
-    for file in sorted((home.folder / "identities").glob("*.member")):
+    for file in Membership.files(home):
         found = _pass(file, root)
         before = best.get(found.mesh)
         if before is None or before.until < found.until:

@@ -17,7 +17,7 @@ from dht import Identity
 from meshcee.errors import JoinError, NotPermittedError, UsageError
 from meshcee.files import Home, disk, dumps
 from peers.cli.session import Screen, run_async
-from peers.node.founding import founded
+from peers.node.founding import founds_again
 from peers.node.nearby import Code, CodeWindow, Door, Ending, Found, announced, ask, browse, fresh_label
 
 __all__ = ["CODE_ADDRESSES", "CODE_USES", "line_by_code", "run_code", "show_code", "show_codes"]
@@ -55,7 +55,7 @@ def line_by_code(
 
     NotPermittedError after too many wrong codes.
     """
-    if founded(home) is not None:
+    if founds_again(home, identity):
         return None
     console, kept = Screen(), line_file(home)
     if kept.exists() and (before := kept.read_text(errors="replace").strip()):

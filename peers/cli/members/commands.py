@@ -17,8 +17,6 @@ from peers.node.authority import Authority, authority_of
 
 __all__ = ["run_invite", "run_members", "run_revoke"]
 
-MINUTES_S = 600.0  # that this machine's own way in holds
-
 
 def run_invite(
     token: str | None,
@@ -68,7 +66,8 @@ def run_members(token: str | None, *, as_json: bool) -> None:
     if token is None and admin is None:
         raise UsageError("say which mesh: --join TOKEN, the line that `meshcee peer` printed (or set MESHCEE_JOIN)")
     with waiting("joining the mesh, to look at its members", as_json=as_json):
-        data = run_async(_members(_own_way_in(admin) if admin is not None else str(token)))
+        options = JoinOptions(token=token, name="members", observes=True)
+        data = run_async(_members(options if admin is None else _options(admin, token, "members")))
     if as_json:
         print(dumps(data), flush=True)
         return
@@ -85,8 +84,8 @@ def run_members(token: str | None, *, as_json: bool) -> None:
         console.print(f"revoked: {names.get(peer, f'…{peer[-8:]}')}")
 
 
-async def _members(token: str) -> dict[str, Any]:
-    async with join(JoinOptions(token=token, name="members", observes=True), Home()) as mesh:
+async def _members(options: JoinOptions) -> dict[str, Any]:
+    async with join(options, Home()) as mesh:
         directory, members = mesh.agent.directory, mesh.agent.members
         await directory.refresh()
         known = members.known
@@ -106,7 +105,7 @@ def run_revoke(wanted: str, token: str | None, *, as_json: bool) -> None:
     """End a membership, and the invite that it came by."""
     admin = _authority(token)
     configure_logging(as_json=as_json, level="warning")
-    told = run_async(_revoke(wanted, admin))
+    told = run_async(_revoke(wanted, admin, token))
     if as_json:
         print(dumps(told), flush=True)
         return
@@ -115,8 +114,8 @@ def run_revoke(wanted: str, token: str | None, *, as_json: bool) -> None:
         print("The invite that it came by lets nobody in any more. For new machines: meshcee invite")
 
 
-async def _revoke(wanted: str, admin: Authority) -> dict[str, Any]:
-    async with join(JoinOptions(token=_own_way_in(admin), name="revoke", observes=True), Home()) as mesh:
+async def _revoke(wanted: str, admin: Authority, token: str | None) -> dict[str, Any]:
+    async with join(_options(admin, token, "revoke"), Home()) as mesh:
         return await admin.revoke(mesh.agent, wanted)
 
 
@@ -130,6 +129,7 @@ def _authority(token: str | None) -> Authority:
     return found
 
 
-def _own_way_in(admin: Authority) -> str:
-    """An invite for this machine: what was printed may have ended."""
-    return admin.admin.invite(admin.addresses, "own", 1, MINUTES_S).encode()
+def _options(admin: Authority, token: str | None, name: str) -> JoinOptions:
+    """Of a command on an admin's machine. Its peer may be down: nobody else comes as that one."""
+    way_in = admin.way_in(Token.parse(token) if token else None)
+    return JoinOptions(token=way_in, name=name, observes=True, apart_from=admin.membership.identity)

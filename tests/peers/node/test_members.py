@@ -8,12 +8,26 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dht import ENROL, Grant, Identity, Members, MeshKey, PeerRecord, Role, Token
-from dht.membership import CERTIFICATE_S
-from meshcee.config import Timeouts
+from dht import (
+    CERTIFICATE_S,
+    ENROL,
+    Grant,
+    Identity,
+    Members,
+    MeshKey,
+    PeerRecord,
+    RevokedRecord,
+    Role,
+    Token,
+    certify,
+    learn_list,
+    seal,
+)
+from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, UsageError
 from meshcee.files import Home
 from peers.node import admission
@@ -22,11 +36,13 @@ from peers.node.agent import Agent
 from peers.node.assemble import InProcess, JoinOptions
 from peers.node.authority import Authority, authority_of
 from peers.node.departure import Departure, ask_to_leave
-from peers.node.founding import Founding
-from peers.transport import Frame, MemoryNetwork, Stream, StreamClosed
+from peers.node.founding import Founding, founded, founds_again
+from peers.transport import Frame, MemoryNetwork, Stream, StreamClosed, Transport
+from tests.mutation import breaks, changed
 
 SHORT = Timeouts(dial_s=2.0, handshake_s=2.0, shutdown_s=1.0)
 KEY = MeshKey.generate()
+LONG_S = 20 * 365 * 86400.0  # longer than what peers inside one process begin with
 
 
 @dataclass
@@ -37,8 +53,13 @@ class Office:
     root: Identity
     admin: Admin
     members: Members
-    at: str
+    transport: Transport
+    first: Identity
     clock: list[float] = field(default_factory=lambda: [time.time()])
+
+    @property
+    def at(self) -> str:
+        return self.first.peer_id
 
     def invite(self, role: Role = "compute", uses: int | None = 1, for_s: float = 3600.0) -> Token:
         return self.admin.invite((f"/ip4/192.0.2.1/tcp/1/p2p/{self.at}",), role, uses, for_s)
@@ -52,13 +73,15 @@ class Office:
 
 
 @asynccontextmanager
-async def office(ledger: Path | None = None, root: Identity | None = None) -> AsyncIterator[Office]:
-    root, first, network, clock = root or Identity.generate(), Identity.generate(), MemoryNetwork(), [time.time()]
+async def office(
+    ledger: Path | None = None, root: Identity | None = None, at: Identity | None = None
+) -> AsyncIterator[Office]:
+    root, first, network, clock = root or Identity.generate(), at or Identity.generate(), MemoryNetwork(), [time.time()]
     admin = Admin(root, root.peer_id, bytes, first.peer_id, ledger, lambda: clock[0])
     members = Members(root.peer_id, admin.certify(first.peer_id, "admin"), clock=lambda: clock[0])
     async with network.transport(first.peer_id, KEY.secret, timeouts=SHORT, members=members) as transport:
-        admin.serve(transport, members, KEY)
-        yield Office(network, root, admin, members, first.peer_id, clock)
+        admin.serve(transport, members, KEY, SHORT)
+        yield Office(network, root, admin, members, transport, first, clock)
 
 
 async def test_an_invite_is_exchanged_for_a_certificate_and_the_meshs_key() -> None:
@@ -163,32 +186,86 @@ async def test_what_a_member_was_given_is_kept_and_a_damaged_file_is_as_good_as_
         assert Membership.load(tmp_path / "0.key", here.root.peer_id) is None
 
 
-def test_who_has_founded_a_mesh_has_its_authority_and_nobody_else_has(tmp_path: Path) -> None:
-    home = Home(tmp_path)
-    assert authority_of(home, None) is None
-    with Founding.of(home, None, is_open=False) as founding, home.identity_file(founding.identity) as file:
+def founded_by(home: Home, identity: Path | None, **kept: Any) -> tuple[Identity, str]:
+    """The first peer of a mesh that was started, and is down; and the mesh's root."""
+    with Founding.of(home, identity, is_open=False) as founding, home.identity_file(founding.identity) as file:
         assert founding.root is not None
         root, first = founding.root.peer_id, Identity.load_or_create(file)
         admin = Admin(founding.root, root, bytes, first.peer_id, None, time.time)
-        place = Membership.place(file, root)
-        Membership(
-            root, founding.key, admin.certify(first.peer_id, "admin"), (), place, ("/ip4/192.0.2.1/tcp/1",)
-        ).save()
+        certificate, place = admin.certify(first.peer_id, "admin"), Membership.place(file, root)
+        Membership(root, founding.key, certificate, file=place, addresses=(address(1, first),), **kept).save()
         founding.note("127.0.0.1:0", "/ip4/127.0.0.1/tcp/1", file, "TOKEN")
+        return first, root
+
+
+def address(port: int, peer: Identity) -> str:
+    return f"/ip4/192.0.2.1/tcp/{port}/p2p/{peer.peer_id}"
+
+
+@pytest.mark.parametrize("where", [None, "elsewhere/own.key", "home/identities/own.key"])
+def test_who_has_founded_a_mesh_has_its_authority_and_nobody_else_has(tmp_path: Path, where: str | None) -> None:
+    def story(folder: Path) -> None:
+        home, identity = Home(folder / "home"), folder / where if where else None
+        assert authority_of(home, None) is None
+        first, root = founded_by(home, identity)
+        grant = Grant(root, first.peer_id, first.peer_id, "x", "own", 1, 1e12)
+        for token in (None, Token.sign(first, (), grant)):
+            found = authority_of(home, token)
+            assert found is not None
+            assert (found.admin.key.peer_id, found.admin.root, found.admin.at) == (root, root, first.peer_id)
+            assert found.addresses == (address(1, first),)
+        other = Token.sign(first, (), grant._replace(root=first.peer_id))
+        assert authority_of(home, other) is None, "a token of another mesh"
+        assert founds_again(home, identity)
+        assert founds_again(home, None) == (identity is None)
+
+    story(tmp_path / "1")
+    line = {None: '(home.folder / "mesh", ', "elsewhere/own.key": ", *home.identities_elsewhere()"}.get(
+        where, "*bases, "
+    )
+    with changed(founded, line, "(" if where is None else ""):
+        assert breaks(lambda: story(tmp_path / "2"))
+
+
+def test_another_admins_authority_lies_where_its_identity_does(tmp_path: Path) -> None:
+    home, own = Home(tmp_path / "home"), tmp_path / "elsewhere" / "own.key"
+    own.parent.mkdir()
+    with home.identity_file(own) as file:
+        admin, root = Identity.load_or_create(file), Identity.generate()
+        shown = certify(root, b"", root.peer_id, admin.peer_id, "admin", "", time.time())
+        Membership(root.peer_id, KEY, shown, file=Membership.place(file, root.peer_id)).save()
     found = authority_of(home, None)
     assert found is not None
-    assert (found.admin.root, found.admin.at, found.addresses) == (root, first.peer_id, ("/ip4/192.0.2.1/tcp/1",))
-    other = Token.sign(first, (), Grant(first.peer_id, first.peer_id, first.peer_id, "x", "own", 1, 1e12))
-    assert authority_of(home, other) is None, "a token of another mesh"
+    assert (found.admin.at, found.membership.identity) == (admin.peer_id, own)
+
+
+def test_a_command_of_an_admins_machine_dials_others_too_and_comes_as_another_peer(tmp_path: Path) -> None:
+    home, (seen, invited) = Home(tmp_path), (Identity.generate() for _ in range(2))
+    first, root = founded_by(home, None, others=(address(2, seen),))
+    joined = Token.sign(first, (address(3, invited),), Grant(root, first.peer_id, first.peer_id, "x", "own", 1, 0.0))
+    found = authority_of(home, joined)
+    assert found is not None
+    here, there, line = address(1, first), address(2, seen), address(3, invited)
+    assert Token.parse(found.way_in()).addresses == (here, there)
+    assert Token.parse(found.way_in(joined)).addresses == (here, line, there)
+
+    with home.identity_file() as file:
+        assert Identity.load_or_create(file).peer_id == first.peer_id, "who leaves nothing out comes as the peer itself"
+    with home.identity_file(None, found.membership.identity) as file:
+        assert Identity.load_or_create(file).peer_id != first.peer_id
 
 
 # -- in a mesh
 
 
 @asynccontextmanager
-async def a_mesh(*roles: Role) -> AsyncIterator[tuple[InProcess, list[Agent]]]:
+async def a_mesh(*roles: Role, second: Identity | None = None) -> AsyncIterator[tuple[InProcess, list[Agent]]]:
+    """`second` is the identity of the second peer."""
     async with InProcess(JoinOptions(local=0, measures=False)) as here, AsyncExitStack():
-        agents = [await here.start(f"p{i}", lends=i == 0, role=role) for i, role in enumerate(roles)]
+        agents = [
+            await here.start(f"p{i}", lends=i == 0, role=role, identity=second if i == 1 else None)
+            for i, role in enumerate(roles)
+        ]
         for agent in agents:
             async with asyncio.timeout(10):
                 await agent.directory.wait_for(lambda agent=agent: len(agent.directory.peers) == len(roles))
@@ -257,6 +334,20 @@ async def _held(stream: Stream) -> None:
     await stream.recv()
 
 
+async def test_of_two_admins_commands_at_once_both_are_heard(tmp_path: Path) -> None:
+    """As two terminals of the admin's machine: each has joined by itself, and knows nothing of the other."""
+    async with a_mesh("own", "own", "own", "own", "own") as (here, agents):
+        admins = [
+            Admin(here.root, here.root.peer_id, bytes, "", tmp_path / "invites.json", time.time) for _ in range(2)
+        ]
+        kept = Membership(here.root.peer_id, MeshKey(), b"")
+        gone = sorted(agent.peer_id for agent in agents[2:4])
+        await asyncio.gather(*(Authority(a, kept).revoke(agents[i], gone[i]) for i, a in enumerate(admins)))
+        async with asyncio.timeout(10):
+            for agent in (agents[0], agents[1], agents[4]):
+                await agent.directory.wait_for(lambda agent=agent: agent.members.revoked() == gone)
+
+
 async def test_who_was_away_learns_of_it_from_the_store_before_it_serves_anybody() -> None:
     async with a_mesh("own", "own", "own") as (here, (admin, lost, _)):
         await authority_in(here).revoke(admin, lost.peer_id)
@@ -281,6 +372,71 @@ async def test_a_certificate_is_renewed_by_an_admin_who_is_there_and_kept() -> N
         member.members.shown = old = admin.certify(member.peer_id, "own", life_s=-3600.0)
         with pytest.raises(MeshceeError, match="has ended"):
             await admission.renewed(member, replace(kept, certificate=old), first.peer_id)
+
+
+def sealed_list(by: Identity, *peers: Identity) -> bytes:
+    """The founder's list."""
+    now, own = time.time(), certify(by, b"", by.peer_id, by.peer_id, "admin", "", time.time())
+    record = RevokedRecord(by.peer_id, now, tuple(peer.peer_id for peer in peers))
+    return seal(record, by, KEY, now + CERTIFICATE_S, certificate=own)
+
+
+async def coming_back() -> None:
+    """A member that goes with the admin that has let it in comes back by another one's invite."""
+    async with office() as here:
+        admin, member, root = Identity.generate(), Identity.generate(), here.root.peer_id
+        above = here.admin.certify(admin.peer_id, "admin")
+        old = Admin(admin, root, lambda: above, admin.peer_id, None, time.time).certify(member.peer_id, "own")
+        here.members.admit(member.peer_id, old)
+        kept = Membership(root, KEY, old)
+        assert kept.holds(member.peer_id, time.time())
+        news = sealed_list(here.root, admin)
+        assert learn_list(news, KEY, Limits(), here.members, time.time())
+        assert replace(kept, lists=(news,)).holds(member.peer_id, time.time()) is None, "so it is exchanged anew"
+        again = await here.let_in(here.invite(), member)
+        assert again.holds(member.peer_id, time.time())
+        assert here.members.admit(member.peer_id, again.certificate) is None
+        with pytest.raises(NotPermittedError, match="an admin has revoked this invite, or peer"):
+            await here.let_in(here.invite(), admin)
+
+
+def test_who_goes_with_an_admin_comes_back_by_another_ones_invite() -> None:
+    asyncio.run(coming_back())
+    for place, line, instead in (
+        (Admin, "is_named(peer_id)", "is_revoked(peer_id)"),
+        (Membership.vouch, "self.members(lambda: now).vouch", "Members(self.root).vouch"),
+    ):
+        with changed(place, line, instead):
+            assert breaks(lambda: asyncio.run(coming_back()))
+
+
+async def renewals() -> None:
+    """M was let in by the founder, N by an admin: that admin renews N's certificate alone, and the founder both."""
+    key = Identity.generate()
+    async with a_mesh("admin", "admin", "own", "own", second=key) as (here, (first, other, m, n)):
+        root = here.root.peer_id
+        above = certify(here.root, b"", root, other.peer_id, "admin", "", time.time(), LONG_S)
+        founder = Admin(here.root, root, bytes, first.peer_id, None, time.time)
+        admin = Admin(key, root, lambda: above, other.peer_id, None, time.time)
+        founder.serve(first.transport, first.members, KEY)
+        admin.serve(other.transport, other.members, KEY)
+        n.members.shown = admin.certify(n.peer_id, "own", life_s=LONG_S)
+        kept_m, kept_n = (Membership(root, KEY, one.members.shown) for one in (m, n))
+        for by, renewing, kept in ((first, m, kept_m), (first, n, kept_n), (other, n, kept_n)):
+            given = await admission.renewed(renewing, kept, by.peer_id)
+            found = given.holds(renewing.peer_id, time.time())
+            assert found is not None
+            assert found.let_in_by == (() if renewing is m else (other.peer_id,))
+        with pytest.raises(NotPermittedError, match="another admin has let this peer in"):
+            await admission.renewed(m, kept_m, other.peer_id)
+
+
+def test_who_has_let_a_peer_in_or_the_founder_renews_its_certificate_and_nobody_else() -> None:
+    asyncio.run(renewals())
+    with changed(Admin, "if self.key.peer_id not in (self.root, *known.let_in_by):", "if False:"):
+        assert breaks(lambda: asyncio.run(renewals()))
+    with changed(Admin, "known.invite, let_in_by=known.let_in_by", "known.invite"):
+        assert breaks(lambda: asyncio.run(renewals()))
 
 
 async def test_without_its_admin_an_invite_lets_nobody_in_and_says_what_to_do() -> None:
