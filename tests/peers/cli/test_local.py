@@ -37,7 +37,7 @@ def story(home: Path) -> None:
             return children.given
 
     everybodys = {"MESHCEE_HOME": str(home), "MESHCEE_CONFIG": os.devnull, "MESHCEE_PARENT": str(os.getpid())}
-    everybodys["MESHCEE_LOG"] = "debug"
+    everybodys |= {"MESHCEE_LOG": "debug", "MESHCEE_DEVICE_PROCESS": "0"}
     assert asyncio.run(given()) == {"peer-0": everybodys, "peer-1": {**everybodys, "MESHCEE_JOIN": "TOKEN"}}
 
 
