@@ -94,10 +94,11 @@ class Accept:
 
 @dataclass(frozen=True)
 class Answer:
-    """To a Check or an Accept with this number: what is wrong, or ""."""
+    """To a Check or an Accept with this number: what is wrong, or "", and the class of that error."""
 
     number: Small
-    wrong: _Text
+    wrong: _Text = ""
+    kind: _Name = ""
 
 
 @dataclass(frozen=True)

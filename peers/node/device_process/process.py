@@ -167,7 +167,7 @@ class DeviceProcess:
     ) -> DeviceProfile:
         """Serve this transport's streams from now on; what the device is. PlanError when its process is not there.
 
-        accept      (owner, term) -> raises NotPermittedError where the term is over
+        accept      (owner, term) -> raises StaleTermError where the term is over
         addresses   where a peer of this mesh listens; JoinError for any other
         direct_sums it may use the network, for these
         speaks      signs steps of audited jobs; without it they are refused
@@ -292,7 +292,7 @@ class DeviceProcess:
                 (self._idle.clear if message.busy else self._idle.set)()
                 self.busy_changed.set()
             case Accept():
-                self._tell(Answer(message.number, self._wrong_term(message)))
+                self._tell(self._accepted(message))
             case Begun():
                 self._crossed = self._asked.begun()
             case Crossed():
@@ -300,12 +300,12 @@ class DeviceProcess:
             case Said():
                 self._hearing.hear(message)
 
-    def _wrong_term(self, asked: Accept) -> str:
+    def _accepted(self, asked: Accept) -> Answer:
         try:
             self._asked.accept(asked.owner, Term(*asked.term))
         except MeshceeError as error:
-            return str(error)[:MOST_TEXT] or "it is refused"
-        return ""
+            return _wrong(asked.number, error)
+        return Answer(asked.number)
 
     def _take_check(self, child: Child, asked: Check, memory: int) -> None:
         if memory < 0:
@@ -317,17 +317,17 @@ class DeviceProcess:
         self._group.create_task(self._check(child, asked, memory))
 
     async def _check(self, child: Child, asked: Check, memory: int) -> None:
-        wrong = ""
+        answer = Answer(asked.number)
         try:
             graphs = [bytes(part) for part in opened(memory, asked.sizes)]
             await self._graphs.read(graphs)
         except MeshceeError as error:
-            wrong = str(error) or "it is malformed"
+            answer = _wrong(asked.number, error)
         finally:
             self._checks -= 1
             os.close(memory)
         with contextlib.suppress(StreamClosed):
-            child.channel.post(Answer(asked.number, wrong[:MOST_TEXT]))
+            child.channel.post(answer)
 
     def _tell(self, message: Any) -> None:
         """Nothing where the process has ended: that is heard elsewhere."""
@@ -361,6 +361,12 @@ class DeviceProcess:
 
     async def wait_until_unneeded(self) -> None:
         await self._idle.wait()
+
+
+def _wrong(number: int, error: MeshceeError) -> Answer:
+    """With its class: a term that is over has the owner plan again, and any other error ends its run."""
+    header = messages.error_header(error)
+    return Answer(number, header["message"][:MOST_TEXT] or "it is refused", header["error"])
 
 
 def _tell_confinement(found: Confinement) -> None:

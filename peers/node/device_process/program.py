@@ -22,7 +22,7 @@ import uvloop
 
 from meshcee.capture import Program, decode_program, prepare
 from meshcee.config import Limits
-from meshcee.errors import GraphError, NotPermittedError, ProtocolError
+from meshcee.errors import ProtocolError
 from meshcee.files import settled
 from meshcee.job import seeded
 from meshcee.optim import PER_PARAMETER, Optimizer
@@ -53,7 +53,7 @@ from peers.node.device_process.messages import (
 from peers.node.device_process.sayings import say_by
 from peers.transport import StreamClosed
 from peers.transport.bridge import GIVES, Bridged, Channel
-from peers.wire import Offer
+from peers.wire import Offer, messages
 
 __all__ = ["main"]
 
@@ -64,22 +64,26 @@ class _Questions:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._numbers = itertools.count()
-        self._open: dict[int, asyncio.Future[str]] = {}
+        self._open: dict[int, asyncio.Future[None]] = {}
 
-    async def ask(self, kind: type[Any], handle: int = -1, **fields: Any) -> str:
+    async def ask(self, kind: type[Any], handle: int = -1, **fields: Any) -> None:
+        """Raises the error that the peer answers with, as if it had been raised here."""
         number = next(self._numbers)
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._open[number] = answer
         try:
             self._channel.post(kind(number=number, **fields), handle)
-            return await answer
+            await answer
         finally:
             del self._open[number]
 
     def hear(self, answer: Answer) -> None:
         waits = self._open.get(answer.number)
         if waits is not None and not waits.done():
-            waits.set_result(answer.wrong)
+            if answer.wrong:
+                waits.set_exception(messages.error_from({"error": answer.kind, "message": answer.wrong}))
+            else:
+                waits.set_result(None)
 
 
 class _Graphs(Graphs):
@@ -93,8 +97,7 @@ class _Graphs(Graphs):
     async def read(self, graphs: Sequence[bytes]) -> list[Program]:
         async with self._turns:
             memory = sealed(graphs)  # a copy in memory; made by a thread, it would stay open where this is cancelled
-            if wrong := await self._questions.ask(Check, memory, sizes=tuple(map(len, graphs))):
-                raise GraphError(wrong)
+            await self._questions.ask(Check, memory, sizes=tuple(map(len, graphs)))
         return await asyncio.to_thread(lambda: [decode_program(graph, self.limits, checked=True) for graph in graphs])
 
 
@@ -131,8 +134,7 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
     graphs = _Graphs(begin.limits, questions)
 
     async def accept(owner: str, offer: Offer) -> None:
-        if wrong := await questions.ask(Accept, owner=owner, term=tuple(offer.term)):
-            raise NotPermittedError(wrong)
+        await questions.ask(Accept, owner=owner, term=tuple(offer.term))
         offer.check_consent("this peer", direct_sums=begin.direct_sums)
 
     def begun() -> Any:

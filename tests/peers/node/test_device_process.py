@@ -28,7 +28,7 @@ from torch import nn
 
 from meshcee.config import Limits, Timeouts
 from meshcee.eager import plain
-from meshcee.errors import MeshceeError, NotPermittedError, PlanError, ProtocolError
+from meshcee.errors import MeshceeError, PlanError, ProtocolError, StaleTermError
 from meshcee.events import Event
 from meshcee.figures.profile import DeviceProfile
 from peers.device.graphs import Graphs
@@ -461,7 +461,7 @@ async def test_graphs_are_checked_by_the_peer_and_no_more_than_an_offer_has(monk
     async with faked(monkeypatch) as (_, child):
         child.there.post(Check(7, (3,)), sealed([b"bad"]))
         answer = await child.said(Answer)
-        assert answer.number == 7
+        assert (answer.number, answer.kind) == (7, "GraphError")
         assert "graph" in answer.wrong
         child.there.post(Check(8, (3,)))
         with pytest.raises(ConnectionError):
@@ -477,12 +477,12 @@ async def test_graphs_are_checked_by_the_peer_and_no_more_than_an_offer_has(monk
 async def test_an_owners_term_is_the_peers_to_judge(monkeypatch: pytest.MonkeyPatch) -> None:
     def accept(owner: str, term: Any) -> None:
         if term.counter < 5:
-            raise NotPermittedError(f"{owner} is late")
+            raise StaleTermError(f"{owner} is late")
 
     async with faked(monkeypatch, accept=accept) as (_, child):
-        for counter, wrong in ((4, "p7 is late"), (5, "")):
+        for counter, wrong in ((4, ("p7 is late", "StaleTermError")), (5, ())):
             child.there.post(Accept(counter, "p7", (counter, "p7")))
-            assert await child.said(Answer) == Answer(counter, wrong)
+            assert await child.said(Answer) == Answer(counter, *wrong)
 
 
 async def test_it_is_busy_with_a_job_and_idle_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,7 +557,8 @@ async def test_what_the_peer_says_reaches_the_member(there: Channel) -> None:
     assert (await there.receive())[0] == State(busy=True)
 
 
-async def test_sums_that_need_a_network_are_refused_where_there_is_none(there: Channel) -> None:
+async def test_an_offer_is_refused_with_the_error_of_who_refuses_it(there: Channel) -> None:
+    """A term that is over came as another error, and ended a run whose owner could have planned again (a storm)."""
     accept = FakeMember.made.given["accept"]
 
     def check_consent(who: str, *, direct_sums: bool) -> None:
@@ -569,9 +570,9 @@ async def test_sums_that_need_a_network_are_refused_where_there_is_none(there: C
         accepting = asyncio.create_task(accept("p1", offer))
         asked, _ = await there.receive()
         assert (asked.owner, asked.term) == ("p1", (3, "p9"))
-        there.post(Answer(asked.number, wrong if check is not check_consent else ""))
+        there.post(Answer(asked.number, *((wrong, "StaleTermError") if check is not check_consent else ())))
         if wrong:
-            with pytest.raises(PlanError if check is check_consent else NotPermittedError, match=wrong):
+            with pytest.raises(PlanError if check is check_consent else StaleTermError, match=wrong):
                 await accepting
         else:
             await accepting
@@ -585,12 +586,12 @@ async def test_as_many_graphs_wait_as_the_peer_takes(there: Channel) -> None:
     assert (await there.receive())[0] == Pong()
     for check, memory in asked:
         os.close(memory)
-        there.post(Answer(check.number, "it is bad"))
+        there.post(Answer(check.number, "it is bad", "PlanError"))
     last, memory = await there.receive()
     os.close(memory)
-    there.post(Answer(last.number, "it is bad"))
+    there.post(Answer(last.number, "it is bad", "PlanError"))
     found = await asyncio.gather(*reading, return_exceptions=True)
-    assert [str(one) for one in found] == ["it is bad"] * (MOST_CHECKS + 1)
+    assert [(type(one), str(one)) for one in found] == [(PlanError, "it is bad")] * (MOST_CHECKS + 1)
 
 
 async def test_what_is_logged_stands_in_the_peers_log_and_is_bounded(
