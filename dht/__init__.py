@@ -8,7 +8,7 @@ from dht.addresses import MAX_ADDRESSES, checked, dialable, host_of, peer_of
 from dht.directory import Directory, read_lists
 from dht.election import Elector
 from dht.gossip import MAX_RUMOURS, Gossiper
-from dht.membership import CERTIFICATE_S, ENROL, RENEWED_AFTER_S, Certificate, Members, certify
+from dht.membership import CERTIFICATE_S, ENROL, RENEWED_AFTER_S, Certificate, Members, RevokedList, certify
 from dht.records import (
     MAX_DATASETS,
     MAX_LINKS,
@@ -48,6 +48,7 @@ __all__ = [
     "MemoryStore",
     "MeshKey",
     "PeerRecord",
+    "RevokedList",
     "RevokedRecord",
     "Role",
     "RunRecord",

@@ -56,6 +56,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WholeFiles(config, log)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def looked_through_once() -> Iterator[None]:
+    """What a file leaves for those behind it, as captures that are cached, is no more looked through: a second for each look."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def thawed() -> Iterator[None]:
     """For a test of what the collector passes over: nothing yet, as in a user's process."""

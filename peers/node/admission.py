@@ -15,7 +15,6 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +25,6 @@ from dht import (
     CERTIFICATE_S,
     ENROL,
     MAX_ADDRESSES,
-    MAX_REVOKED,
     RENEWED_AFTER_S,
     Certificate,
     Grant,
@@ -37,7 +35,6 @@ from dht import (
     Role,
     Token,
     certify,
-    dated,
     invite_key,
     learn_list,
     seal,
@@ -46,6 +43,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError, UsageError
 from meshcee.events import Event
 from meshcee.files import Home, disk, dumps, loads
+from peers.node.revoked import Revoked
 from peers.transport import Frame, Stream, StreamClosed, Transport
 from peers.wire import messages
 
@@ -142,14 +140,6 @@ class Membership:
         except (NotPermittedError, ProtocolError):
             return None
 
-    def why_not(self, peer_id: str, now: float) -> str:
-        """Why it does not hold, for people."""
-        try:
-            self.vouch(peer_id, now)
-        except (NotPermittedError, ProtocolError) as error:
-            return str(error)
-        return ""
-
     def vouch(self, peer_id: str, now: float) -> Certificate | None:
         """The certificate, or why it does not hold: NotPermittedError or ProtocolError."""
         return self.members(lambda: now).vouch(peer_id, self.certificate, "compute", now, "")
@@ -183,8 +173,7 @@ class Admin:
         self._ledger = ledger
         self._clock = clock
         self._let_in: dict[str, list[str]] = _read_ledger(ledger)
-        self._revoked = RevokedRecord(key.peer_id, 0.0)
-        self._revoked = self._read_revoked()
+        self._revoked = Revoked(key.peer_id, ledger.with_suffix(".revoked.json") if ledger is not None else None)
         self._writing = asyncio.Lock()
 
     def certify(
@@ -213,12 +202,7 @@ class Admin:
 
     def is_list_due(self, members: Members) -> bool:
         """Whether the list that others know says something else than the one on the disk, or will end in some days."""
-        told = members.lists.get(self.key.peer_id)
-        here = self._revoked
-        if told is None:
-            return bool(here.peers or here.invites)
-        differs = told.peers != set(here.peers) or told.invites != set(here.invites)
-        return differs or self._clock() - told.sent_at >= RENEWED_AFTER_S
+        return self._revoked.is_due(members.lists.get(self.key.peer_id), self._clock())
 
     def sealed_list(
         self,
@@ -229,42 +213,11 @@ class Admin:
         invites: Iterable[str] = (),
     ) -> bytes:
         """All whom this admin has revoked, and these: on its disk, and sealed for others. A process that does the same waits."""
-        told = members.lists.get(self.key.peer_id)
-        with disk.locked(self._revoked_file) if self._revoked_file is not None else nullcontext():
-            here = self._read_revoked()
-            found = RevokedRecord(
-                here.peer_id,
-                dated(self._clock(), max(here.sent_at, told.sent_at if told else 0.0)),
-                tuple(sorted({*here.peers, *(told.peers if told else ()), *peers})),
-                tuple(sorted({*here.invites, *(told.invites if told else ()), *invites})),
-            )
-            if max(len(found.peers), len(found.invites)) > MAX_REVOKED:
-                raise UsageError(
-                    f"this admin has revoked {MAX_REVOKED} peers, as many as a list can hold: found a new mesh"
-                )
-            data = seal(found, self.key, mesh_key, found.sent_at + LIST_S, limits, self.own_certificate())
-            if self._revoked_file is not None:
-                disk.write_whole(self._revoked_file, dumps(found.to_wire(), indent=1).encode())
-            self._revoked = found
-        return data
 
-    @property
-    def _revoked_file(self) -> Path | None:
-        return self._ledger.with_suffix(".revoked.json") if self._ledger is not None else None
+        def sealed(found: RevokedRecord) -> bytes:
+            return seal(found, self.key, mesh_key, found.sent_at + LIST_S, limits, self.own_certificate())
 
-    def _read_revoked(self) -> RevokedRecord:
-        """As the disk has it; another process may have added to it."""
-        path = self._revoked_file
-        try:
-            told = loads(path.read_text()) if path is not None else self._revoked.to_wire()
-            return RevokedRecord.from_wire(told, self.key.peer_id, "its list")
-        except FileNotFoundError:
-            return self._revoked
-        except (OSError, ValueError, TypeError, ProtocolError) as error:
-            raise UsageError(
-                f"{path}, which says whom this admin has revoked, cannot be read ({error}): restore it, or remove it and revoke "
-                "them again"
-            ) from error
+        return self._revoked.add(members.lists.get(self.key.peer_id), peers, invites, self._clock(), sealed)
 
     def serve(
         self, transport: Transport, members: Members, mesh_key: MeshKey, timeouts: Timeouts | None = None
@@ -433,10 +386,13 @@ async def stay_member(agent: MeshView, kept: Membership, admin: Admin | None = N
         if own is None or now - own.issued_at >= RENEWED_AFTER_S or own.until - now < CERTIFICATE_S - RENEWED_AFTER_S:
             kept = await _renew(agent, kept, admin)
             members.shown = kept.certificate
-            own = kept.holds(agent.peer_id, agent.clock())
-        if own is None and not was_told:
-            log.warning(Event.MEMBERSHIP_OVER, mesh=kept.root, why=kept.why_not(agent.peer_id, agent.clock()))
-        was_told = own is None
+        try:
+            kept.vouch(agent.peer_id, agent.clock())
+            was_told = False
+        except (NotPermittedError, ProtocolError) as error:
+            if not was_told:
+                log.warning(Event.MEMBERSHIP_OVER, mesh=kept.root, why=str(error))
+            was_told = True
         kept.lists = tuple(told.data for told in members.lists.values())
         kept.others = _seen(agent) or kept.others
         try:

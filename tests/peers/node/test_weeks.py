@@ -31,6 +31,7 @@ from meshcee.events import Event
 from meshcee.files import disk
 from peers.mesh_view import MeshView
 from peers.node.admission import Admin, Membership, stay_member
+from peers.node.revoked import Revoked
 from peers.transport import MemoryNetwork
 from tests.mutation import breaks, changed
 from tests.peers.node.test_members import KEY, SHORT, Office, office
@@ -149,7 +150,7 @@ async def told_once() -> None:
 
 def test_who_is_no_member_any_more_is_told_once() -> None:
     run(told_once())
-    with changed(stay_member, "and not was_told", ""):
+    with changed(stay_member, "if not was_told:", "if True:"):
         assert breaks(lambda: run(told_once()))
 
 
@@ -275,9 +276,7 @@ def two_at_once(folder: Path) -> None:
 
 def test_of_two_commands_that_revoke_at_once_both_count(tmp_path: Path) -> None:
     two_at_once(tmp_path / "1")
-    with changed(
-        Admin, "with disk.locked(self._revoked_file) if self._revoked_file is not None else nullcontext():", "if True:"
-    ):
+    with changed(Revoked, "with disk.locked(self._file) if self._file is not None else nullcontext():", "if True:"):
         assert breaks(lambda: two_at_once(tmp_path / "2"))
-    with changed(Admin, "here = self._read_revoked()", "here = self._revoked"):
+    with changed(Revoked, "here = self._read()", "here = self._record"):
         assert breaks(lambda: two_at_once(tmp_path / "3"))
