@@ -148,6 +148,20 @@ def test_members_go_on_with_what_they_were_fed_while_the_owner_sleeps() -> None:
     assert wrong == "after 17 steps the run went back to 8, with copies every 4 steps at most"
 
 
+def test_a_loss_that_meets_copies_in_the_making_costs_the_steps_that_they_take() -> None:
+    """Seed 1 of the chaos of 2026-11-27: half the bandwidth of a link, and copies took eleven of fifteen seconds to be whole."""
+
+    def at(second: int, entry: dict[str, Any]) -> dict[str, Any]:
+        return entry | {"timestamp": f"2026-11-27T16:06:{second:02}.000000Z"}
+
+    slow = (at(0, asked(4)), at(10, whole(4, "ab", "bc")), at(15, asked(34)), at(25, whole(34, "ab", "bc")))
+    quick = (at(0, asked(4)), at(1, whole(4, "ab", "bc")), at(15, asked(34)), at(16, whole(34, "ab", "bc")))
+    end = (at(30, asked(64)), at(50, lost("a")))
+    assert read(*slow, *end, went(80, 34, with_peers=True)).wrong == []
+    assert read(*slow, *end, went(90, 34, with_peers=True)).wrong, "copies that take longer than ever before"
+    assert read(*quick, *end, went(80, 34, with_peers=True)).wrong
+
+
 def test_copies_in_another_region_count_when_no_others_are_left_and_their_keepers_are_members() -> None:
     region = (whole(4, "ab", "bc", event="far copies"), *COPIED)
     assert read(*region, lost("a"), went(11, 8, with_peers=True)).wrong == []
