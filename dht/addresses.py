@@ -19,8 +19,8 @@ MAX_ADDRESS_CHARS = 256
 
 _PEER = r"/p2p/[1-9A-HJ-NP-Za-km-z]{32,64}"
 _ADDRESS = re.compile(
-    r"/(?:ip4|ip6|dns|dns4|dns6|dnsaddr)/[0-9A-Za-z.:_%-]{1,253}"
-    r"(?:/(?:tcp|udp)/[0-9]{1,5})?(?:/(?:quic|quic-v1|ws|wss|tls|webtransport))*"
+    r"(?:/(?:ip4|ip6)/[0-9A-Fa-f.:]{1,45}|/(?:dns|dns4|dns6|dnsaddr)/[0-9A-Za-z._-]{1,253})"
+    r"(?:/(?:tcp|udp)/[0-9]{1,5})?(?:/(?:quic|quic-v1|ws|wss|tls))*"
     rf"(?:{_PEER}/p2p-circuit)?(?:{_PEER})?"
 )
 
@@ -58,7 +58,7 @@ def host_of(address: str) -> str:
 
 def _ip(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(host_of(address).partition("%")[0])
+        return ipaddress.ip_address(host_of(address))
     except ValueError:  # a name
         return None
 

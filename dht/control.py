@@ -13,7 +13,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 
@@ -38,7 +38,7 @@ with warnings.catch_warnings(), _put_off("scipy.optimize"):
     from hivemind.proto import p2pd_pb2
     from hivemind.utils.multiaddr import Multiaddr
 
-__all__ = ["P2P", "Multiaddr", "P2PDaemonError", "PeerID", "answers", "ask", "attach", "dial"]
+__all__ = ["P2P", "Multiaddr", "P2PDaemonError", "PeerID", "answers", "ask", "attach", "dial", "packed"]
 
 if "HIVEMIND_LOGLEVEL" not in os.environ:
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)
@@ -78,15 +78,27 @@ async def answers(p2p: P2P, timeout_s: float) -> bool:
     return True
 
 
+def packed(addresses: Iterable[str]) -> list[bytes]:
+    """As p2pd takes them. An address that its library does not read is left out: it may come from another peer's record."""
+    found = []
+    for address in addresses:
+        with contextlib.suppress(Exception):  # the multiaddr library raises whatever it likes
+            found.append(Multiaddr(address).to_bytes())
+    return found
+
+
 async def dial(p2p: P2P, peer_id: str, addresses: Sequence[str], timeout_s: float) -> str:
     """Connect to a peer at these addresses (without /p2p/ID); what went wrong, "" for nothing."""
+    try:
+        peer = PeerID.from_base58(peer_id).to_bytes()
+    except ValueError as error:
+        return f"{peer_id[:80]!r} is no peer's id: {error}"
+    where = packed(addresses)
+    if not where and addresses:
+        return f"libp2p reads none of its addresses, {', '.join(addresses)[:200]}"
     request = p2pd_pb2.Request(
         type=p2pd_pb2.Request.CONNECT,
-        connect=p2pd_pb2.ConnectRequest(
-            peer=PeerID.from_base58(peer_id).to_bytes(),
-            addrs=[Multiaddr(address).to_bytes() for address in addresses],
-            timeout=max(1, round(timeout_s)),
-        ),
+        connect=p2pd_pb2.ConnectRequest(peer=peer, addrs=where, timeout=max(1, round(timeout_s))),
     )
     try:
         async with asyncio.timeout(timeout_s):

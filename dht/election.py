@@ -35,6 +35,7 @@ __all__ = ["Believe", "Election", "Elector", "Looked", "Resigned", "Save", "Save
 log = structlog.get_logger()
 
 MOST_ELECTIONS_MISSED = 1000  # while a peer was cut off
+_Waiting = tuple[float, float]  # since when a peer has had claims that it does not confirm, and when the last was seen
 # Not the generator that `random` shares: a user's dataset may draw from that one on another thread, and must repeat.
 CHANCE = random.Random()
 MOST_TOLD = 64  # warnings about leaps
@@ -134,6 +135,7 @@ class Election:
         self._others: Roster[LeaseRecord] = Roster(ttl_s)
         self.own_claim: _Mine | None = None
         self._claim_at_s: float | None = None  # while vacant: when it is our turn
+        self._waiting: dict[str, _Waiting] = {}
         self._is_anchored = False  # a claim of this mesh has been believed since the start: terms go on from there
         self.leaps: dict[str, int] = {}  # of the last look: whose claims were passed over, and their counters
 
@@ -168,7 +170,7 @@ class Election:
         own = claims.pop(self.peer_id, None)  # possibly of an earlier life: only its number counts
         claims = self._without_leaps(claims)
         living = self._others.absorb(claims, event.wall, event.mono_s)
-        others = {p: c for p, c in living.items() if not c.released}
+        others = self._without_idle({p: c for p, c in living.items() if not c.released}, event.mono_s)
         over = max((c.term for c in living.values() if c.released and c.confirmed), default=NONE)
         seen = max((over[0], *(c.counter for c in (*others.values(), *([own] if own else [])))))
         if seen > self.terms.counter:
@@ -190,6 +192,20 @@ class Election:
         self.leaps = {p: c.counter for p, c in claims.items() if p not in likely}
         self._is_anchored = self._is_anchored or self.holds or any(c.confirmed for c in likely.values())
         return likely
+
+    def _without_idle(self, claims: Mapping[str, LeaseRecord], now_s: float) -> dict[str, LeaseRecord]:
+        """A claim is confirmed within moments, or given up. One that only keeps others from claiming counts for nothing.
+
+        Nor does the next of the same peer, until it confirms one or has been quiet for as long.
+        """
+        known = {p: x for p, x in self._waiting.items() if now_s - x[1] < self._ttl_s}
+        for peer, claim in claims.items():
+            if claim.confirmed:
+                known.pop(peer, None)
+            else:
+                known[peer] = (known.get(peer, (now_s, now_s))[0], now_s)
+        self._waiting = known
+        return {p: c for p, c in claims.items() if p not in known or now_s - known[p][0] < self._ttl_s}
 
     def _defend(self, mine: _Mine, now_s: float, others: Mapping[str, LeaseRecord], over: Term) -> list[Command]:
         """We hold or claim: give way to who is before us, else confirm or renew. `over` is the highest term that was held and given

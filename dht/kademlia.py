@@ -53,6 +53,7 @@ hivemind.dht.node.random = hivemind.dht.routing.random = random.Random()
 REPLICAS = 6  # nodes that hold each key
 BEAM = 8  # nodes that a search visits: the replicas and a few beside them
 BUCKET = 20  # neighbours that a node knows at each distance; a mesh of so many is known whole
+BELIEVED = 4  # neighbours that one answer may name beyond those that we know: half a search, if none of them exists
 RPC_S = 3.0  # one request to one node: a connection over 300 ms takes 1.2 s
 FORGIVEN_AFTER_S = 5.0  # a node that did not answer is passed over for so long (hivemind would double it each time)
 REBINDS = 3  # attempts to go on over a new p2pd
@@ -177,12 +178,16 @@ class KademliaStore:
                 await meet_node(node_id, peer, responded=responded)
 
         async def found(peer: PeerID, keys: Any) -> Any:
-            """What a node answers, less the neighbours that are not where it says."""
+            """What a node answers, as far as it holds: entries for as long as they do themselves, and neighbours where they are."""
             answer = await call_find(peer, keys)
-            return answer and {
-                key: (value, {n: p for n, p in near.items() if n == node_id_of(p)})
-                for key, (value, near) in answer.items()
-            }
+            return answer and {key: (_lasting(value), near(key, told)) for key, (value, told) in answer.items()}
+
+        def near(key: DHTID, told: Mapping[DHTID, PeerID]) -> dict[DHTID, PeerID]:
+            """Anybody can make up peers beside a key. The search is over when these do not answer, so one node names few."""
+            table = node.protocol.routing_table
+            right = {n: p for n, p in told.items() if n == node_id_of(p)}
+            new = sorted((n for n in right if n not in table and n != node.node_id), key=key.xor_distance)
+            return {n: p for n, p in right.items() if n not in new[BELIEVED:]}
 
         async def stored(*args: Any, **more: Any) -> list[bool] | None:
             """A node that refuses is no replica, and what others have taken is stored."""
@@ -330,8 +335,14 @@ class KademliaStore:
 
 @functools.lru_cache(maxsize=4096)
 def node_id_of(peer: PeerID) -> DHTID:
-    """Where a peer's node is in the DHT. Nobody can choose a place beside a key, or have several places."""
+    """Where a peer's node is in the DHT: no peer has several places. One beside a key is a matter of some hundred identities."""
     return DHTID.generate(source=peer.to_bytes())
+
+
+def _lasting(value: Any) -> Any:
+    """A node's entries, and until when the last of them holds. What the node says of that would end the search of others."""
+    last = max((entry.expiration_time for entry in value.value.data.values()), default=None) if value else None
+    return None if last is None else value._replace(expiration_time=last)
 
 
 class _Storage(DHTLocalStorage):  # type: ignore[misc]
@@ -345,6 +356,9 @@ class _Storage(DHTLocalStorage):  # type: ignore[misc]
         held = self.data.get(key)
         if held is not None and subkey in held.value.data:
             self._drop_ahead(held.value, [subkey])
+            there = held.value.data.get(subkey)
+            if there is not None and there.expiration_time >= expiration_time:
+                return False  # hivemind would remember the try until it expires
         return bool(super().store_subkey(key, subkey, value, expiration_time))
 
 
@@ -391,8 +405,12 @@ class _MeshAuthorizer(AuthorizerBase):  # type: ignore[misc]
         request.auth.signature = self._mac(request, b"request")
 
     async def validate_request(self, request: Any) -> bool:
-        """An answer has all that is known of each key, so one request for many would be an answer of any size."""
-        return len(getattr(request, "keys", ())) <= MAX_KEYS and self._proven(request, b"request")
+        """An answer has all that is known of each key, so one request for many would be an answer of any size.
+
+        Nobody's entries go into a node's cache: they would be its whole answer, and hide those that it stores.
+        """
+        cached = any(getattr(request, "in_cache", ()))
+        return not cached and len(getattr(request, "keys", ())) <= MAX_KEYS and self._proven(request, b"request")
 
     async def sign_response(self, response: Any, request: Any) -> None:
         response.auth.nonce = request.auth.nonce

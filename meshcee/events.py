@@ -46,4 +46,5 @@ class Event(StrEnum):
     DEVICE_AWAY = "this peer's device is away: its process has ended"
     DEVICE_BACK = "this peer's device is back"
     MEMBERSHIP_OVER = "this peer is no member of its mesh any more"
+    MOVED = "this machine has other addresses"
     IDENTITY_USED_TWICE = "another process uses this peer's identity"

@@ -128,7 +128,7 @@ class Agent(MeshView):
             self._device = await self._process.lend(self, self.options, asked)
             self.member = self._process
         await self._group.__aenter__()
-        await self._announce()
+        await self.announce()
         running = [
             self.directory.announce_forever(),
             self.directory.poll_forever(),
@@ -188,7 +188,8 @@ class Agent(MeshView):
         async with Compute() as compute:
             return await again(compute, *case)
 
-    async def _announce(self) -> None:
+    async def announce(self) -> None:
+        """Tell the mesh what this peer is now."""
         if self.options.observes:
             return
         await self.directory.publish(
@@ -232,7 +233,7 @@ class Agent(MeshView):
         while True:
             await member.busy_changed.wait()
             member.busy_changed.clear()
-            await self._announce()
+            await self.announce()
 
 
 async def _greeted(stream: Stream) -> None:

@@ -380,9 +380,15 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             members=members,
         )
         node.admin, node.joined_by = admin, token
+
+        async def move() -> None:
+            real.addresses = daemon.addresses
+            await node.announce()
+
         if admin is not None:
             admin.serve(transport, members, key, timeouts)
         await stack.enter_async_context(node)
+        daemon.on_move(move)
         if kept is not None:
             if options.compute:
                 kept.addresses = tuple(transport.addresses)

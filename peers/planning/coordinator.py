@@ -8,6 +8,7 @@ that they have accepted. An owner holds a plan against what it asked for: one th
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, NamedTuple
@@ -35,6 +36,7 @@ MAX_NAMED = 512
 MAX_PROFILES = 1024
 MAX_NOTES = 64
 REQUEST_BYTES = 8 << 20  # thousands of blocks with room to spare; msgpack may unfold to 64 times as much
+ASKED_AT_ONCE = 4  # by one owner
 PLAN_BYTES = 4 << 20  # a thousand peers that are left out take 140 kB
 _Profiles = Meta(max_length=MAX_PROFILES)
 PLANNING_S = 90.0  # that an owner waits for the coordinator's answer
@@ -134,18 +136,31 @@ class PlanService:
 
     def __init__(self, agent: MeshView) -> None:
         self._agent = agent
+        self._asking: Counter[str] = Counter()  # requests under way, by owner
+        self._reading = asyncio.Semaphore(1)  # what a request unfolds to is in memory once
         agent.transport.serve("plan", self.serve)
 
     async def serve(self, stream: Stream) -> None:
-        stream.max_payload_bytes = REQUEST_BYTES
+        self._asking[stream.peer_id] += 1
         try:
-            async with asyncio.timeout(self._agent.timeouts.join_s):
-                frame = await stream.recv()
-            request = await asyncio.to_thread(PlanRequest.from_frame, frame)
+            await self._serve(stream)
+        finally:
+            self._asking[stream.peer_id] -= 1
+            self._asking += Counter()  # without those at zero
+
+    async def _serve(self, stream: Stream) -> None:
+        try:
             lease = self._agent.lease
             if lease is None or lease.peer_id != self._agent.peer_id:
                 holder = lease.peer_id if lease else "nobody yet"
                 raise JoinError(f"this peer is not the coordinator ({holder} is); ask again")
+            if self._asking[stream.peer_id] > ASKED_AT_ONCE:
+                raise JoinError(f"{ASKED_AT_ONCE} requests for plans are under way already: ask again")
+            stream.max_payload_bytes = REQUEST_BYTES
+            async with asyncio.timeout(self._agent.timeouts.join_s):
+                frame = await stream.recv()
+            async with self._reading:
+                request = await asyncio.to_thread(PlanRequest.from_frame, frame)
             plan, notes = await answer(self._agent, request)
             stages = [len(p.stages) for p in plan.pipelines]
             log.info(Event.PLANNED, stages=stages, owner=stream.peer_id, term=lease.term)

@@ -36,6 +36,7 @@ from meshcee.errors import ProtocolError, StaleTermError
 from meshcee.events import Event
 from meshcee.files import disk
 from tests.dht.world import CONFIRM_S, EVERY_S, FAULTS, REPLACED_S, TTL_S, World, quiet_world
+from tests.mutation import breaks, changed
 from tests.rig.disks import RefusingDisk
 
 
@@ -242,6 +243,31 @@ def test_claims_that_leap_win_no_lease_and_keep_nobody_from_one(
     world.run(world.now + REPLACED_S + 2 * TTL_S)
     assert world.agreed()
     assert all(peer.core.terms.counter < 100 for peer in world.alive() if peer.core is not None)
+
+
+def squatted(count: int, seed: int, every_s: float, releases: bool) -> None:
+    """Somebody claims ever higher, and confirms nothing."""
+    world = quiet_world(count, seed)
+    since = world.now
+    for turn in range(int(6 * TTL_S / every_s)):
+        highest = max(peer.core.terms.counter for peer in world.alive() if peer.core is not None)
+        world.lie(highest + 1, confirmed=False, released=releases and turn % 3 == 2)
+        world.run(world.now + every_s)
+        if world.now > since + REPLACED_S + TTL_S:
+            assert world.agreed()
+            assert world.holders()
+
+
+@given(st.integers(2, 5), st.integers(0, 1 << 32), st.floats(0.5, 6.0), st.booleans())
+def test_a_claim_that_is_never_confirmed_keeps_nobody_from_the_lease(
+    count: int, seed: int, every_s: float, releases: bool
+) -> None:
+    squatted(count, seed, every_s, releases)
+
+
+def test_without_its_limit_such_a_claim_stands_in_the_way() -> None:
+    with changed(Election, "now_s - known[p][0] < self._ttl_s", "True"):
+        assert breaks(lambda: squatted(3, 1, 2.0, False))
 
 
 def test_who_was_away_for_long_follows_a_term_far_beyond_its_own() -> None:

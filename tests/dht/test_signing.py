@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dht.addresses import checked, dialable, is_loopback, peer_of
+from dht.control import packed
 from dht.signing import Grant, Identity, MeshKey, Token, public_key_of, verify
 from meshcee.errors import NotPermittedError, ProtocolError, UsageError
 from tests.rig.mutations import check_every_field
@@ -205,11 +207,33 @@ def test_addresses(address: str) -> None:
         "/ip4/1.2.3.4/tcp/1\n",
         "/dns/" + "a" * 300,
         "/dns/a b/tcp/1",
+        "/ip4/1.2.3.4/udp/1/quic-v1/webtransport",
+        "/ip6/fe80::1%eth0/tcp/1",
+        "/dnsaddr/x:y/tcp/1",
+        "/dns/a%%b/tcp/1",
     ],
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
     with pytest.raises(ProtocolError):
         checked(address)
+
+
+_PORT = st.integers(0, 65535)
+_HOST = st.ip_addresses(v=4).map("/ip4/{}".format) | st.ip_addresses(v=6).map("/ip6/{}".format)
+_NAME = st.from_regex(r"/(dns|dns4|dns6|dnsaddr)/[0-9A-Za-z._-]{1,60}", fullmatch=True)
+_PATH = st.builds("/{}/{}".format, st.sampled_from(["tcp", "udp"]), _PORT) | st.just("")
+_MORE = st.from_regex(r"(/(quic|quic-v1|ws|wss|tls)){0,3}", fullmatch=True)
+_BEHIND = st.sampled_from(["", f"/p2p/{PEER}", f"/p2p/{PEER}/p2p-circuit", "/p2p/" + "z" * 46 + "/p2p-circuit"])
+_WORD = st.sampled_from(["", "%eth0", "/webtransport", ":", "//", "/x", " "])
+
+
+@given(st.tuples(_HOST | _NAME, _WORD, _PATH, _WORD, _MORE, _BEHIND).map("".join))
+def test_an_address_that_holds_here_is_read_by_libp2p_or_left_out(address: str) -> None:
+    """Another peer's record has it, so nothing may raise; what is left out is one behind a relay that does not exist."""
+    with contextlib.suppress(ProtocolError):
+        checked(address)
+        assert len(packed([address])) == ("zzz" not in address)
+    assert packed(["/ip4/1.2.3.4/tcp/1", address])
 
 
 def test_only_dialable_addresses_are_offered_public_ones_first() -> None:

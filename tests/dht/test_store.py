@@ -16,7 +16,7 @@ import pytest
 
 from dht.control import PeerID
 from dht.directory import Directory
-from dht.kademlia import MAX_KEYS, MAX_WRONG, KademliaStore
+from dht.kademlia import BELIEVED, MAX_KEYS, MAX_WRONG, KademliaStore, node_id_of
 from dht.records import PeerRecord, place, seal, topic
 from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory, Store
@@ -272,6 +272,88 @@ async def test_a_node_has_one_place_which_its_peer_does_not_choose(tmp_path: Pat
         table.get_nearest_neighbors = lambda *args, **more: strange
         answer = await other.node.protocol.call_find(PeerID.from_base58(b.identity.peer_id), [DHTID(near)])
         assert [neighbours for _, neighbours in answer.values()] == [{}]
+
+
+async def test_an_address_that_libp2p_does_not_read_is_not_met(tmp_path: Path) -> None:
+    async with one_peer(tmp_path, "a") as (_, _, store):
+        for where in ("/ip4/1.2.3.4/udp/1/quic-v1/webtransport", "/dnsaddr/x:y/tcp/1", "/ip6/fe80::1%eth0/tcp/1"):
+            assert not await store.meet([f"{where}/p2p/{Identity.generate().peer_id}", f"{where}/p2p/{'z' * 46}"])
+
+
+async def test_what_one_node_tells_neither_ends_nor_misleads_a_search(tmp_path: Path) -> None:
+    """It says that its entries, or none, hold for ever, and names peers beside the key that do not exist."""
+    from hivemind.dht.routing import DHTID
+    from hivemind.dht.storage import DictionaryDHTValue
+    from hivemind.utils.timed_storage import ValueWithExpiration
+
+    key = DHTID.generate(source=topic("peers", KEY))
+    made_up = sorted((PeerID.from_base58(Identity.generate().peer_id) for _ in range(60)), key=_distance(key))[:20]
+    async with (
+        one_peer(tmp_path, "a") as (a, _, store),
+        one_peer(tmp_path, "b", [a.address]) as (b, _, hostile),
+        one_peer(tmp_path, "c", [a.address, b.address]) as (c, _, other),
+    ):
+        table = hostile.node.protocol.routing_table
+        table.get_nearest_neighbors = lambda *args, **more: [(node_id_of(p), p) for p in made_up]
+        _, told = (await other.node.protocol.call_find(PeerID.from_base58(b.identity.peer_id), [key]))[key]
+        assert set(told) == {node_id_of(p) for p in made_up[:BELIEVED]}
+        assert await a.put("a", time.time() + TTL_S)
+        assert await c.put("c", time.time() + TTL_S)
+        assert set(await a.get()) == set(await c.get()) == {a.identity.peer_id, c.identity.peer_id}
+        assert set(store.node.protocol.storage.get(key).value.data) == {a.identity.peer_id, c.identity.peer_id}
+
+        held = DictionaryDHTValue()
+        held.latest_expiration_time = float("inf")
+        hostile.node.protocol.storage.get = lambda _: ValueWithExpiration(held, float("inf"))
+        value, _ = (await other.node.protocol.call_find(PeerID.from_base58(b.identity.peer_id), [key]))[key]
+        assert value is None
+        until = time.time() + TTL_S
+        held.store(b.identity.peer_id, msgpack.packb(b.sealed("b", until)), until)
+        held.latest_expiration_time = float("inf")
+        value, _ = (await other.node.protocol.call_find(PeerID.from_base58(b.identity.peer_id), [key]))[key]
+        assert value.expiration_time == until
+
+
+def _distance(key: Any) -> Callable[[PeerID], int]:
+    return lambda peer: key.xor_distance(node_id_of(peer))
+
+
+async def test_nobodys_entries_go_into_a_nodes_cache(tmp_path: Path) -> None:
+    """They would be its answer in place of all that it stores, for as long as they hold."""
+    from hivemind.dht.routing import DHTID
+    from hivemind.p2p import P2PHandlerError
+    from hivemind.proto import dht_pb2
+
+    async with (
+        one_peer(tmp_path, "a") as (a, _, _),
+        one_peer(tmp_path, "b", [a.address]) as (b, _, hostile),
+        one_peer(tmp_path, "o", [a.address], client_mode=True) as (o, _, _),
+    ):
+        assert await a.put("a", time.time() + TTL_S)
+        until = time.time() + 100 * TTL_S
+        protocol, key = hostile.node.protocol, DHTID.generate(source=topic("peers", KEY)).to_bytes()
+        request = dht_pb2.StoreRequest(
+            keys=[key],
+            subkeys=[msgpack.packb(b.identity.peer_id)],
+            values=[msgpack.packb(b.sealed("b", until))],
+            expiration_time=[until],
+            in_cache=[True],
+            peer=protocol.node_info,
+        )
+        with pytest.raises(P2PHandlerError):
+            await protocol.get_stub(PeerID.from_base58(a.identity.peer_id)).rpc_store(request, timeout=3.0)
+        assert a.identity.peer_id in await o.get()
+
+
+async def test_what_is_told_again_and_again_takes_no_memory(tmp_path: Path) -> None:
+    """Lists of the revoked hold for a week, and each peer stores each of them every 40 s."""
+    async with one_peer(tmp_path, "a") as (a, _, store):
+        until = time.time() + 1000 * TTL_S
+        assert await a.put("a", until)
+        for _ in range(50):
+            assert not await a.put("a", until)
+        (held,) = store.node.protocol.storage.data.values()
+        assert len(held.value.expiration_heap) == 1
 
 
 async def test_one_request_is_for_few_keys_and_few_signatures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from typing import Any, cast
 import structlog
 
 from dht import Members
+from dht.control import packed
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, UsageError
 from peers.transport.direct import Direct
@@ -34,7 +35,6 @@ with warnings.catch_warnings():  # hivemind imports much of torch that warns of 
     from hivemind.p2p import P2P, PeerID
     from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, read_pbmsg_safe, write_pbmsg
     from hivemind.proto import p2pd_pb2
-    from hivemind.utils.multiaddr import Multiaddr
 
 __all__ = ["PROTOCOL", "Libp2pTransport", "RelayedTransport"]
 
@@ -70,6 +70,9 @@ class Libp2pTransport(Endpoint):
         if p2p.peer_id.to_base58() != self.peer_id:
             raise UsageError(f"the new p2pd is peer {p2p.peer_id}, not {self.peer_id}: give it the same identity file")
         self._p2p = p2p
+        with contextlib.suppress(Exception):  # a try before this one may have come so far, and its answer not
+            async with asyncio.timeout(self.timeouts.dial_s):
+                await p2p.remove_binary_stream_handler(PROTOCOL)
         await self._start()
 
     async def _start(self) -> None:
@@ -99,19 +102,17 @@ class Libp2pTransport(Endpoint):
     async def _connect(self, stream: FramedStream, addresses: Sequence[str]) -> None:
         try:
             peer = PeerID.from_base58(stream.peer_id)
-            dialled = [Multiaddr(address.removesuffix(f"/p2p/{stream.peer_id}")) for address in addresses]
-        except Exception as error:  # the base58 and multiaddr libraries raise whatever they like
-            raise JoinError(
-                f"{stream.peer_id!r} at {list(addresses)} is not a peer id with multiaddresses: {error!r}"
-            ) from error
+        except Exception as error:  # the base58 library raises whatever it likes
+            raise JoinError(f"{stream.peer_id!r} is not a peer id: {error!r}") from error
+        dialled = packed(address.removesuffix(f"/p2p/{stream.peer_id}") for address in addresses)
+        if addresses and not dialled:
+            raise JoinError(f"libp2p reads none of the addresses of {stream.peer_id}: {list(addresses)}")
         seconds = max(1, round(self.timeouts.dial_s))
         try:
             if dialled:
                 request = p2pd_pb2.Request(
                     type=p2pd_pb2.Request.CONNECT,
-                    connect=p2pd_pb2.ConnectRequest(
-                        peer=peer.to_bytes(), addrs=[a.to_bytes() for a in dialled], timeout=seconds
-                    ),
+                    connect=p2pd_pb2.ConnectRequest(peer=peer.to_bytes(), addrs=dialled, timeout=seconds),
                 )
                 _, _, writer = await self._ask(request)
                 writer.close()

@@ -28,10 +28,11 @@ from typing import IO, Any, Self
 
 import structlog
 
-from dht import Identity, peer_of
+from dht import Identity, dialable, peer_of
 from dht.control import P2P, P2PDaemonError, answers, attach, dial
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, UsageError
+from meshcee.events import Event
 from peers.transport.p2p import launcher
 from peers.transport.p2p.interfaces import announced, reserve
 
@@ -44,6 +45,7 @@ KEPT_CHARS = 400  # of each line
 START_S = 30.0  # until p2pd says its peer id: it reads a key and opens a port, but a machine may be busy
 RESTARTS = 8  # in a row that fail before we give up
 LOOK_EVERY_S = 5.0  # whether a p2pd that runs also answers
+RETRY_S, MOST_RETRY_S = 0.5, 10.0  # until what failed after a restart is tried again
 SILENT_LOOKS = 3  # unanswered in a row before it is killed and restarted
 _SOCKET_CHARS = 60  # of a folder's name, so that sockets in it stay below the 104 bytes that macOS allows
 
@@ -80,6 +82,7 @@ class P2PDaemon:
         self.folder = ""
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._callbacks: list[Restarted] = []
+        self._moved: list[Callable[[], Awaitable[None]]] = []
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -100,14 +103,17 @@ class P2PDaemon:
         """Have `callback(p2p)` awaited, in the order of these calls, whenever p2pd was restarted."""
         self._callbacks.append(callback)
 
+    def on_move(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """Have `callback` awaited whenever this machine's own addresses, and so `addresses`, have changed."""
+        self._moved.append(callback)
+
     # -- lifetime ------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         self._lock = _locked(self._identity_file, self.peer_id)
         try:
             self.listening, self._reserved = reserve(self._listen)
-            announce = announced(self.listening, self._announce)
-            self.addresses = tuple(f"{a}/p2p/{self.peer_id}" for a in announce)
+            self.addresses = self._own_addresses()
             await self._group.__aenter__()
         except BaseException:
             self._release()
@@ -254,12 +260,24 @@ class P2PDaemon:
             code = await self._process.wait()
             log.warning("p2pd ended and is restarted", code=code, said=self._said())
             await self._restart()
-            for callback in self._callbacks:
+            await self._tell(self._process)
+
+    async def _tell(self, process: asyncio.subprocess.Process) -> None:
+        """Everybody that counts on p2pd goes on over this one. Who fails tries again, as a machine that has just lost p2pd is busy."""
+        waiting, pause_s = list(self._callbacks), RETRY_S
+        while waiting and process.returncode is None:
+            failed = []
+            for callback in waiting:
                 try:
                     async with asyncio.timeout(self.timeouts.join_s):
                         await callback(self.p2p)
-                except Exception as error:  # the next restart is another chance; the peer itself goes on
+                except Exception as error:
                     log.warning("p2pd.restart_callback_failed", error=repr(error))
+                    failed.append(callback)
+            waiting = failed
+            if waiting:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MOST_RETRY_S)
 
     async def _restart(self) -> None:
         for attempt in range(RESTARTS):
@@ -276,11 +294,21 @@ class P2PDaemon:
             await self.connect(self.seeds)
             return
 
+    def _own_addresses(self) -> tuple[str, ...]:
+        return tuple(f"{a}/p2p/{self.peer_id}" for a in announced(self.listening, self._announce))
+
     async def _look(self) -> None:
-        """A p2pd that runs but does not answer is as good as dead."""
-        silent = 0
+        """A p2pd that runs but does not answer is as good as dead. A laptop in another network has other addresses."""
+        silent, before = 0, self.addresses
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
+            here = self._own_addresses()
+            if here == before != self.addresses and dialable(here):  # p2pd listens on all of them, and need not know
+                self.addresses = here
+                log.info(Event.MOVED, addresses=here)
+                for callback in self._moved:
+                    await callback()
+            before = here
             process = self._process
             if self._p2p is None or process is None:
                 continue

@@ -92,6 +92,56 @@ async def test_a_killed_p2pd_comes_back_as_the_same_peer_on_the_same_port(tmp_pa
             assert await restarted.get() == a.peer_id
 
 
+async def test_who_fails_to_go_on_over_the_new_p2pd_tries_again(tmp_path: Path) -> None:
+    """A machine that has just lost its p2pd is busy, and a transport that does not listen is deaf for good."""
+    tries: list[str] = []
+    done = asyncio.Event()
+
+    async def slow(p2p: Any) -> None:
+        tries.append("slow")
+        if tries.count("slow") < 3:
+            raise JoinError("this peer's own p2pd does not answer")
+        done.set()
+
+    async def quick(p2p: Any) -> None:
+        tries.append("quick")
+
+    async with daemon(tmp_path) as a:
+        a.on_restart(slow)
+        a.on_restart(quick)
+        p2pd_of(a).kill()
+        async with asyncio.timeout(20):
+            await done.wait()
+        assert tries == ["slow", "quick", "slow", "slow"]
+
+
+async def test_a_machine_in_another_network_tells_its_new_addresses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.2)
+    ips = ["192.168.1.5"]
+    monkeypatch.setattr("peers.transport.p2p.interfaces._machine_ips", lambda: list(ips))
+    moves: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+    async with daemon(tmp_path, listen=("0.0.0.0:0",)) as a:
+
+        async def note() -> None:
+            moves.put_nowait(a.addresses)
+
+        a.on_move(note)
+        assert "/192.168.1.5/" in a.addresses[0]
+        ips[:] = []  # between two networks: whoever knows the old ones may be back in a moment
+        await asyncio.sleep(1.0)
+        assert moves.empty()
+        ips[:] = ["10.0.0.7"]
+        async with asyncio.timeout(20):
+            (moved,) = await moves.get()
+        assert moved.startswith("/ip4/10.0.0.7/tcp/")
+        assert moved.endswith(a.peer_id)
+        pid = p2pd_of(a).pid
+        await asyncio.sleep(1.0)
+        assert (moves.empty(), p2pd_of(a).pid) == (True, pid)
+
+
 async def test_a_p2pd_that_hangs_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_EVERY_S", 0.3)
     restarted = asyncio.Event()
