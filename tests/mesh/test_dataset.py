@@ -48,7 +48,11 @@ job = meshcee.Job(
 """
 
 
-@pytest.mark.parametrize("flags", [(), ("--device-process",)], ids=["in the peer", "in a process"])
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param((), marks=pytest.mark.slow), ("--device-process",)],
+    ids=["in the peer", "in a process"],
+)
 def test_a_set_of_a_peer_is_read_beside_it_and_the_run_equals_the_plain_loop(
     tmp_path: Path, flags: tuple[str, ...]
 ) -> None:

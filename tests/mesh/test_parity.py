@@ -51,7 +51,7 @@ def step_losses(expected: Reference) -> list[float]:
     "case",
     [
         "gpt-adamw",
-        "cnn-sgd",
+        pytest.param("cnn-sgd", marks=pytest.mark.slow),
         pytest.param("gpt-sgd", marks=pytest.mark.slow),
         pytest.param("cnn-adamw", marks=pytest.mark.slow),
     ],
