@@ -342,7 +342,7 @@ def node_id_of(peer: PeerID) -> DHTID:
 def _lasting(value: Any) -> Any:
     """A node's entries, and until when the last of them holds. What the node says of that would end the search of others."""
     last = max((entry.expiration_time for entry in value.value.data.values()), default=None) if value else None
-    return None if last is None else value._replace(expiration_time=last)
+    return None if last is None else type(value)(value.value, last)
 
 
 class _Storage(DHTLocalStorage):  # type: ignore[misc]

@@ -348,8 +348,7 @@ async def test_nobodys_entries_go_into_a_nodes_cache(tmp_path: Path) -> None:
 async def test_what_is_told_again_and_again_takes_no_memory(tmp_path: Path) -> None:
     """Lists of the revoked hold for a week, and each peer stores each of them every 40 s."""
     async with one_peer(tmp_path, "a") as (a, _, store):
-        until = time.time() + 1000 * TTL_S
-        assert await a.put("a", until)
+        assert await a.put("a", until := time.time() + TTL_S)
         for _ in range(50):
             assert not await a.put("a", until)
         (held,) = store.node.protocol.storage.data.values()

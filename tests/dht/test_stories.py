@@ -202,7 +202,6 @@ SEEDS = [(seed,) for seed in range(5)]
             "(*others.values(), *([own] if own else []))",
             "others.values()",
         ),
-        (test_wedge_a_claimant_dies_before_it_confirms, SEEDS, Roster.absorb, STALE, STALE.partition(" if")[0] + "}"),
         (
             test_flap_a_claim_is_seen_after_the_election,
             [()],

@@ -181,9 +181,9 @@ class World:
         for name in self.peers:
             self.start(name)
 
-    def lie(self, counter: int, *, confirmed: bool = True) -> None:
+    def lie(self, counter: int, *, confirmed: bool = True, released: bool = False) -> None:
         """A member that is none of the peers claims, and every peer finds that."""
-        claim = LeaseRecord("liar", self.now, counter, confirmed)
+        claim = LeaseRecord("liar", self.now, counter, confirmed, released)
         for entries in self.entries.values():
             entries.setdefault("liar", []).append(Entry(claim, dict.fromkeys(self.peers, self.now)))
 

@@ -16,7 +16,6 @@ import contextlib
 import fcntl
 import os
 import re
-import socket
 import sys
 import tempfile
 from collections import deque
@@ -75,8 +74,7 @@ class P2PDaemon:
         self._identity_file = identity.path
         self._listen, self._announce = tuple(listen), tuple(announce)
         self.listening: tuple[str, ...] = ()  # where p2pd listens, ports filled in
-        self._reserved: list[socket.socket] = []
-        self._lock: IO[bytes] | None = None
+        self._held = contextlib.ExitStack()  # the identity's lock, and the ports that p2pd is to have
         self._p2p: P2P | None = None
         self._process: asyncio.subprocess.Process | None = None
         self.folder = ""
@@ -110,13 +108,15 @@ class P2PDaemon:
     # -- lifetime ------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self._lock = _locked(self._identity_file, self.peer_id)
+        self._held.enter_context(_locked(self._identity_file, self.peer_id))
         try:
-            self.listening, self._reserved = reserve(self._listen)
+            self.listening, keepers = reserve(self._listen)
+            for keeper in keepers:
+                self._held.enter_context(keeper)
             self.addresses = self._own_addresses()
             await self._group.__aenter__()
         except BaseException:
-            self._release()
+            self._held.close()
             raise
         try:
             await self._start()
@@ -137,7 +137,7 @@ class P2PDaemon:
                 await asyncio.wait(self._tasks, timeout=self.timeouts.shutdown_s)
             await self._stop()
         finally:
-            self._release()
+            self._held.close()
             if not isinstance(error, asyncio.CancelledError):
                 kind = error = trace = None  # the caller's own error goes on as it is, not inside a group
             try:
@@ -146,12 +146,6 @@ class P2PDaemon:
                 if len(group.exceptions) == 1:
                     raise group.exceptions[0] from None
                 raise
-
-    def _release(self) -> None:
-        for keeper in self._reserved:
-            keeper.close()
-        if self._lock is not None:
-            self._lock.close()
 
     # -- one p2pd ------------------------------------------------------------------------------------------------------
 
@@ -263,7 +257,7 @@ class P2PDaemon:
             await self._tell(self._process)
 
     async def _tell(self, process: asyncio.subprocess.Process) -> None:
-        """Everybody that counts on p2pd goes on over this one. Who fails tries again, as a machine that has just lost p2pd is busy."""
+        """Who counts on p2pd goes on over this one, and tries again after a failure: a machine that has just lost it is busy."""
         waiting, pause_s = list(self._callbacks), RETRY_S
         while waiting and process.returncode is None:
             failed = []
