@@ -514,8 +514,7 @@ class Training:
     async def _states(self, done: int, without: Collection[str]) -> moves.States:
         """What is on the disk, and the copies that peers hold."""
         if self._store is not None:
-            found = await asyncio.to_thread(self._store.complete)
-            self._durable = found[0] if found else None
+            self._durable = await asyncio.to_thread(self._store.newest, self._durable)
         copied = self.copies.newest(done, without)
         on_disk = self._durable.next_step if self._durable is not None else 0
         return moves.States(on_disk, copied.next_step if copied is not None else None, copied)
@@ -681,8 +680,8 @@ class Training:
 
     def _floor(self) -> int:
         """The first step that training could still go back to."""
-        found = self._store.complete() if self._store is not None and not self._job.audit else []
-        return found[-1].next_step if found else self._numbers.begins
+        oldest = self._store.oldest() if self._store is not None and not self._job.audit else None
+        return oldest.next_step if oldest is not None else self._numbers.begins
 
     async def _hear(self, going: course.Course, report: Report, plan: Plan, epoch: Epoch) -> None:
         """Tell of a step once; hold a step that was computed again against what was told of it."""

@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import safetensors
+import structlog
 import torch
 from msgspec import Meta
 
 from meshcee.capture import Capture
 from meshcee.errors import CheckpointError, ProtocolError, UsageError
+from meshcee.events import Event
 from meshcee.fields import Count, read
 from meshcee.files import disk, dumps, loads
 from meshcee.files.tensor_files import Layout, OnDemand, byte_view, head_of
@@ -36,6 +38,8 @@ from meshcee.sampling import order_digest
 from meshcee.stage import AVERAGE
 
 __all__ = ["Checkpoint", "CheckpointStore", "Draft", "check_same", "description"]
+
+log = structlog.get_logger()
 
 FORMAT = 1
 MOST_COMPLETE = 2
@@ -104,13 +108,24 @@ class Checkpoint:
             data: dict[str, Any] = loads(path.read_text())
             if (found := read(data, _Manifest, "it", defaults=True).format) != FORMAT:
                 raise CheckpointError(f"{path} has format {found}: use the version of meshcee that wrote it")
+            if (step := int(data["next_step"])) != self.next_step:
+                raise ValueError(f"it is of the state after {step} steps")
         except (OSError, ValueError, ProtocolError) as error:
             raise self._damaged(f"its manifest cannot be read ({error})") from error
         return data
 
     @property
     def next_step(self) -> int:
-        return int(self.manifest["next_step"])
+        """By the folder's name: a damaged manifest must not hide which one it is."""
+        return _step(self.folder)
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether its manifest is, which says nothing of its files."""
+        try:
+            return bool(self.manifest)
+        except CheckpointError:
+            return False
 
     @property
     def micro_batch(self) -> int:
@@ -224,7 +239,7 @@ class Draft:
 
     def _frozen(self, state: Mapping[str, torch.Tensor], layout: Layout) -> None:
         """What training does not change is written once; later checkpoints link to it."""
-        before = next(iter(self._store.list_complete()), None)
+        before = next((one for one in self._store.list_complete() if one.is_readable), None)
         if before is not None and FROZEN in before.manifest["files"]:
             disk.link(before.folder / FROZEN, self.folder / FROZEN)
             self._files[FROZEN] = before.manifest["files"][FROZEN]
@@ -377,6 +392,20 @@ class CheckpointStore:
         found = [f for f in self.folder.glob("step-*") if (f / MANIFEST).exists()] if self.folder.exists() else []
         return [Checkpoint(f) for f in sorted(found, key=_age) if f not in self.taken_back]
 
+    def newest(self, known: Checkpoint | None) -> Checkpoint | None:
+        """The newest whose manifest can be read; `known` where the disk does not even tell which there are."""
+        try:
+            return next((one for one in self.complete() if one.is_readable), None)
+        except OSError as error:
+            log.warning(Event.CHECKPOINTS_UNREAD, folder=str(self.folder), error=str(error))
+            return known
+
+    def oldest(self) -> Checkpoint | None:
+        """None where the disk does not tell."""
+        with contextlib.suppress(OSError):
+            return next(iter(reversed(self.complete())), None)
+        return None
+
     def find(self, step: str, run: str) -> Checkpoint:
         """The newest, or that before this step; UsageError when there is none. `run` is its id, for people."""
         found = [c for c in self.complete() if step in ("", str(c.next_step))]
@@ -421,8 +450,12 @@ _drafts = itertools.count()
 
 def _age(folder: Path) -> tuple[int, str]:
     """Sorts the newest first; of one step, what was written last."""
+    return -_step(folder), folder.name
+
+
+def _step(folder: Path) -> int:
     step = folder.name.removeprefix("step-").removesuffix(BEFORE)
-    return -int(step) if step.isdecimal() else 0, folder.name
+    return int(step) if step.isdecimal() else 0
 
 
 def _remove(folder: Path) -> None:

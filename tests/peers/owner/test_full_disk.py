@@ -17,11 +17,12 @@ from structlog.testing import capture_logs
 from benchmarks import virtual_chaos
 from benchmarks.virtual_chaos import STEPS, expected, job_of, quick_planning, stormy
 from meshcee.errors import UsageError
+from meshcee.events import Event
 from meshcee.files import disk
 from meshcee.files.home import Home, Run
 from meshcee.job import Job
 from peers.owner.epoch import Report
-from peers.state.checkpoint import CheckpointStore
+from peers.state.checkpoint import Checkpoint, CheckpointStore
 from peers.state.policy import RETRY_S
 from peers.state.saving import Saving
 from tests.mutation import breaks, changed
@@ -97,6 +98,50 @@ def test_weights_that_the_disk_refuses_at_the_end_are_waited_for_with_a_word_a_m
 def test_the_disk_of_all_peers_is_full_and_one_dies(tmp_path: Path) -> None:
     """Terms too: nobody claims, everybody goes on with what they believe."""
     check(trained(tmp_path, RefusingDisk(tmp_path), errno.ENOSPC, kill=True))
+
+
+def away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A member dies while the owner's disk does not even tell what it has, as one that is mounted from elsewhere."""
+    broken = RefusingDisk(folder / "runs")
+    tells = CheckpointStore.list_complete
+
+    def told(self: CheckpointStore) -> list[Checkpoint]:
+        if broken.error is not None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.folder))
+        return tells(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointStore, "list_complete", told)
+        check(trained(folder, broken, errno.EIO, kill=True))
+
+
+def test_a_disk_that_cannot_be_read_ends_no_run_whose_state_peers_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with capture_logs() as logged:
+        away(tmp_path / "1", monkeypatch)
+    assert Event.CHECKPOINTS_UNREAD in {entry["event"] for entry in logged}
+    with changed(CheckpointStore.newest, "except OSError", "except ZeroDivisionError"):
+        assert breaks(lambda: away(tmp_path / "2", monkeypatch))
+
+
+def test_a_damaged_checkpoint_ends_no_run(tmp_path: Path) -> None:
+    """Its owner lists all there are with each new one, and goes back to the newest when it misses a member."""
+
+    async def story() -> str:
+        async with stormy(0, tmp_path) as storm, asyncio.timeout(3600):
+
+            def hear(report: Report) -> None:
+                if report.step == BREAKS:
+                    for manifest in (tmp_path / "runs").rglob("manifest.json"):
+                        manifest.write_bytes(b"{")
+                    storm.kill(storm.members()[1])
+
+            return await virtual_chaos.train(storm, hear, job_with_checkpoints())
+
+    with quick_planning():
+        assert run(story()) == "equal"
+    check(Home(tmp_path).run("last"))
 
 
 def test_before_the_first_step_it_is_a_usage_error(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from meshcee.optim import PER_PARAMETER, Optimizer
 from meshcee.stage.weights import optimizer_layout
 from peers.node.assemble import JoinOptions, join
 from peers.owner.job_run import Result
-from peers.state.checkpoint import Checkpoint, CheckpointStore
+from peers.state.checkpoint import MANIFEST, Checkpoint, CheckpointStore
 from peers.state.fetch import Reader, serve
 from peers.state.keeping import Keeping
 from peers.state.manifest import CopySet, StageCopy
@@ -230,6 +230,28 @@ async def test_a_wrong_run_another_job_or_a_damaged_file_is_one_clear_error(tmp_
     result = await run(job_of(), home, 2, captured=captured_job(), resume=f"{cut.id}@3")
     assert result.losses == plain(job_of(), STEPS, 6).losses
     await fails(UsageError, "raise `steps`")
+
+
+async def test_a_damaged_manifest_hides_neither_its_step_nor_the_other_checkpoints(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    cut = await crashed(job_of(), home, captured=captured_job(), until=7)
+    newest, before = CheckpointStore(cut.checkpoints).complete()
+    (newest.folder / MANIFEST).write_text((newest.folder / MANIFEST).read_text()[:99])
+    with pytest.raises(CheckpointError, match=r"its manifest cannot be read .* resume from the one before"):
+        await run(job_of(), home, 2, captured=captured_job(), resume=cut.id)
+    found = CheckpointStore(cut.checkpoints).complete()
+    assert [(one.next_step, one.is_readable) for one in found] == [(newest.next_step, False), (before.next_step, True)]
+    result = await run(job_of(), home, 2, captured=captured_job(), resume=f"{cut.id}@{before.next_step}")
+    assert result.losses == plain(job_of(), STEPS, 6).losses
+
+
+async def test_a_manifest_of_another_step_than_its_folder_says_is_refused(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    cut = await crashed(job_of(), home, captured=captured_job(), until=7)
+    newest, before = CheckpointStore(cut.checkpoints).complete()
+    (newest.folder / MANIFEST).write_bytes((before.folder / MANIFEST).read_bytes())
+    with pytest.raises(CheckpointError, match=f"it is of the state after {before.next_step} steps"):
+        await run(job_of(), home, 2, captured=captured_job(), resume=cut.id)
 
 
 async def test_the_end_of_a_run_keeps_the_weights_whatever_the_cadence(tmp_path: Path) -> None:
