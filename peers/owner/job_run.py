@@ -143,7 +143,7 @@ class Training:
         self._steering = Steering(job, callbacks, saves=home is not None)
         self._numbers = Numbers()
         self._incarnation = 0
-        self._turn = Turn(agent, job.name, on_wait, wanted.after)
+        self._turn = Turn(agent, job.name, on_wait, wanted.after, goes_on=wanted.resume is not None)
         self._journal = Journal(agent)
         self._last = 0  # the incarnation of the run's owner before this one
         self._course: course.Course | None = None  # once the run is known

@@ -19,6 +19,7 @@ import structlog
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError
 from meshcee.files import Home, Run, Trouble
 from peers.mesh_view import MeshView
+from peers.owner.turn import claims
 from peers.state import Found, Mirror, Shelf, seek, take
 from peers.transport import StreamClosed
 
@@ -47,12 +48,13 @@ async def stand_by(
     loop = asyncio.get_running_loop()
     trouble = Trouble(loop.time)
     mirror: Mirror | None = None
-    owner, followed, lost_s, silent_at = "", "", -1.0, math.inf
+    owner, process, followed, lost_s, silent_at = "", "", "", -1.0, math.inf
     told: list[str] = []
 
     def caught_up() -> None:
-        nonlocal followed
+        nonlocal followed, process
         trouble.over(WHAT)
+        process = process or _process(agent, owner)
         if followed != owner:
             followed = owner
             tell(f"standing by: following {job!r} of {agent.names().get(owner, owner)}")
@@ -72,12 +74,17 @@ async def stand_by(
                 except OSError as error:
                     trouble.tell(WHAT, error)
                 continue
-            owner = running
+            owner, process = running, ""
             mirror, lost_s = Mirror(home, owner, check), -1.0
-        elif (other := _running(agent, job, but=owner)) is not None:
-            owner = other  # it was resumed elsewhere, or another standby was quicker
+        elif (other := _running(agent, job, but=owner, key=mirror.run.about.key or "")) is not None:
+            owner, process = other, ""  # it was resumed elsewhere, or another standby was quicker
             mirror, lost_s = Mirror(home, owner, check), -1.0
+        is_another = process not in ("", _process(agent, owner) or process)
+        if is_another and mirror.run is not None and _goes_on(agent, owner, mirror.run.about.key or ""):
+            process, is_another = "", False  # it was resumed where it was
         try:
+            if is_another:
+                raise JoinError("another process has its identity now, and does not run it")
             stream = await agent.transport.open(owner, "follow", agent.addresses_of([owner]).get(owner, ()))
             lost_s = -1.0
             async with contextlib.aclosing(stream):
@@ -89,9 +96,9 @@ async def stand_by(
         except OSError as error:  # of this machine's disk; all is read anew
             trouble.tell(WHAT, error)
         run = mirror.run
-        if run is not None and owner in agent.directory.over:
+        if run is not None and owner in agent.directory.over and not is_another:
             return None
-        if lives(agent, owner):
+        if not is_another and lives(agent, owner):
             sent_at = agent.directory.peers[owner].sent_at
             if run is None or owner in agent.directory.runs:
                 silent_at = math.inf
@@ -118,6 +125,18 @@ async def stand_by(
 def lives(agent: MeshView, peer: str) -> bool:
     """Whether the mesh still hears of a peer; its record expires some seconds after it has died."""
     return peer in agent.directory.peers
+
+
+def _process(agent: MeshView, peer: str) -> str:
+    """Which process the peer is now."""
+    record = agent.directory.peers.get(peer)
+    return record.instance if record is not None else ""
+
+
+def _goes_on(agent: MeshView, owner: str, key: str) -> bool:
+    """Whether the process that its owner is now runs it, by its record."""
+    record, peer = agent.directory.runs.get(owner), agent.directory.peers.get(owner)
+    return record is not None and claims(record, key) and peer is not None and record.sent_at >= peer.started_at
 
 
 async def _owner_of(agent: MeshView, job: str) -> str | None:
@@ -166,11 +185,13 @@ async def _caught_up(agent: MeshView, own: Shelf, home: Home, mirror: Mirror, fo
     return seal.owner if seal is not None else None
 
 
-def _running(agent: MeshView, job: str, but: str = "") -> str | None:
-    """The owner of the newest run of this job that is not of the peer `but`, nor ours."""
+def _running(agent: MeshView, job: str, but: str = "", key: str = "") -> str | None:
+    """The owner of the newest run of this job that is not of the peer `but`, nor ours. With a `key` only of the run of that one:
+    other jobs may have the same name."""
     found = [
         record
         for peer, record in agent.directory.runs.items()
         if record.job == job[:100] and record.state == "running" and peer not in (agent.peer_id, but)
     ]
+    found = [record for record in found if not key or claims(record, key)]
     return max(found, key=lambda record: record.since).peer_id if found else None

@@ -1,8 +1,9 @@
 """One job at a time: an owner waits until every job that came to the mesh before its own has ended.
 
 The idea: owners announce their job before it runs, with the time at which they came. Who sees an earlier one waits
-until it is over, or its record has expired. Records travel, so two owners that come at once may both begin; then a peer
-that is taken refuses one of them, and that one goes back to its place.
+until it is over. A record that expires without a word is of an owner that is dead: a standby, or who resumes the run, may come in
+some seconds, and goes before all who wait. Records travel, so two owners that come at once may both begin; then a peer that is
+taken refuses one of them, and that one goes back to its place.
 """
 
 from __future__ import annotations
@@ -19,19 +20,25 @@ from meshcee.errors import NotPermittedError
 from meshcee.plan import Epoch, Plan
 from peers.mesh_view import MeshView
 
-__all__ = ["Turn"]
+__all__ = ["Turn", "claims"]
+
+TAKEN_UP_S = 30.0  # in which a standby goes on with the run of an owner that is dead
 
 
 class Turn:
     """One job's. `tell` is given a sentence whenever what it waits for has changed; without it, nothing is waited for.
 
-    `after` is the owner whose run this one goes on with: its record may outlive it.
+    `goes_on`: it goes on with a run that had begun. `after` is the owner whose run that was: its record may outlive it.
     """
 
-    def __init__(self, agent: MeshView, job: str, tell: Callable[[str], None] | None, after: str = "") -> None:
+    def __init__(
+        self, agent: MeshView, job: str, tell: Callable[[str], None] | None, after: str = "", *, goes_on: bool = False
+    ) -> None:
         self._agent = agent
         self._tell = tell
         self._ours = {agent.peer_id, after}
+        self._goes_on = goes_on
+        self._seen: dict[str, tuple[RunRecord, float]] = {}  # by owner: running, and when it was last heard of
         self._record = RunRecord(agent.peer_id, 0.0, job[:100], since=agent.clock())
         self._reported_s = -math.inf
 
@@ -43,8 +50,8 @@ class Turn:
         if self._tell is not None:
             await self._publish(replace(self._record, state="waiting", claim=claim))
             await directory.refresh()
-            while before := self._before():
-                self._give_way(key, 0, [record for record in before if record.state == "running"])
+            while before := self._before(key):
+                self._give_way(key, 0, [r for r in before if r.state == "running" and r.peer_id in directory.runs])
                 if (text := self._describe(before)) not in told[-1:]:
                     told.append(text)
                     self._tell(text)
@@ -52,17 +59,29 @@ class Turn:
         await self._publish(replace(self._record, state="running", claim=claim))
         return bool(told)
 
-    def _before(self) -> list[RunRecord]:
-        """Jobs that run, and those that wait and came earlier, in their order."""
+    def _before(self, key: str) -> list[RunRecord]:
+        """Jobs that run, or that somebody may go on with, and those that wait and came earlier, in their order."""
+        directory, now_s = self._agent.directory, self._agent.monotonic()
+        others = {p: r for p, r in directory.runs.items() if p not in self._ours}
+        self._seen |= {p: (r, now_s) for p, r in others.items() if r.state == "running"}
+        over = {p for p, (r, seen_s) in self._seen.items() if p in directory.over or now_s - seen_s >= TAKEN_UP_S}
+        over |= {
+            p for p, (r, _) in self._seen.items() if p not in others and claims(r, key)
+        }  # our run: we go on with it
+        over |= {p for p, r in others.items() if r.state == "waiting"}
+        self._seen = {p: x for p, x in self._seen.items() if p not in over}
         mine = (self._record.since, self._agent.peer_id)
-        others = [r for p, r in self._agent.directory.runs.items() if p not in self._ours]
-        before = [r for r in others if r.state == "running" or (r.since, r.peer_id) < mine]
-        return sorted(before, key=lambda r: (r.state != "running", r.since, r.peer_id))
+        waiting = [
+            r for r in others.values() if r.state == "waiting" and (r.since, r.peer_id) < mine and not self._goes_on
+        ]
+        return [*sorted((r for r, _ in self._seen.values()), key=_order), *sorted(waiting, key=_order)]
 
     def _describe(self, before: list[RunRecord]) -> str:
-        owner = self._agent.names().get(before[0].peer_id, "owner")
+        first = before[0]
+        owner = self._agent.names().get(first.peer_id, "owner")
         more = f", {len(before) - 1} more before this one" if len(before) > 1 else ""
-        return f"waiting: {before[0].job!r} of {owner} is {before[0].state}{more}"
+        gone = first.peer_id not in self._agent.directory.runs
+        return f"waiting: {first.job!r} of {owner} is {'gone, and may go on elsewhere' if gone else first.state}{more}"
 
     def report(self, key: str, epoch: Epoch, step: int, loss: float, plan: Plan) -> None:
         """Tell the mesh, now and then, how far the run of this key is. NotPermittedError where a later owner goes on with it."""
@@ -77,7 +96,7 @@ class Turn:
         """Members follow the later of two owners by themselves, but two may share none."""
         for other in others:
             later = (other.epoch[0], other.peer_id) > (incarnation, self._agent.peer_id if incarnation else "")
-            if later and other.claim == _claim(key, other.epoch[0], other.peer_id):
+            if later and claims(other, key):
                 name = self._agent.names().get(other.peer_id, other.peer_id)
                 raise NotPermittedError(f"{name} owns the run now: it goes on there")
 
@@ -91,6 +110,15 @@ class Turn:
     async def _publish(self, record: RunRecord) -> None:
         self._record = record
         await self._agent.directory.publish(record)
+
+
+def _order(record: RunRecord) -> tuple[float, str]:
+    return record.since, record.peer_id
+
+
+def claims(record: RunRecord, key: str) -> bool:
+    """Whether the record is of the run of this key."""
+    return record.claim == _claim(key, record.epoch[0], record.peer_id)
 
 
 def _claim(key: str, incarnation: int, owner: str) -> str:

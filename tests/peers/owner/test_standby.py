@@ -26,9 +26,11 @@ from peers.device.compute import Pace
 from peers.node.mesh import Mesh
 from peers.owner.epoch import Report
 from peers.owner.result import Result
+from peers.owner.turn import Turn
 from peers.state.journal import FILES, MOST_BYTES, Mirror
 from peers.transport.base import Frame
 from peers.wire import messages
+from tests.mutation import breaks, changed
 from tests.rig.virtual_time import quiet, run
 
 DIES_AT = 8
@@ -49,12 +51,13 @@ class Story:
         self.struck = asyncio.Event()
         self.job = replace(job_of(), steps=steps)
         self.told: list[str] = []
+        self.identities = {name: Identity.generate() for name in self.homes}
 
     async def play(self) -> Any:
         async with stormy(0, self._folder) as storm, asyncio.TaskGroup() as group, asyncio.timeout(900):
             meshes = {}
             for name, home in self.homes.items():
-                agent = await storm.here.start(name, lends=False, identity=Identity.generate())
+                agent = await storm.here.start(name, lends=False, identity=self.identities[name])
                 meshes[name] = Mesh(agent, group, home)
             self.loop, self.storm = asyncio.get_running_loop(), storm
             owning = group.create_task(self.own(meshes["chief"]))
@@ -293,6 +296,88 @@ def test_a_standby_hears_from_peers_that_the_run_is_over(tmp_path: Path) -> None
     with quiet(), quick_planning():
         assert run(story.play()) is None
     assert story.chief == list(range(STEPS))
+
+
+class WithAThird(Story):
+    """Another owner's job waits for its turn while the run goes on."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder, killed)
+        self.homes = {**self.homes, "third": Home(folder / "third")}
+        self.third = replace(self.job, name=name)
+        self.waited: list[str] = []
+        self.order: list[str] = []
+
+    async def play(self) -> Any:
+        async with stormy(0, self._folder) as storm, asyncio.TaskGroup() as group, asyncio.timeout(1800):
+            meshes = {}
+            for name, home in self.homes.items():
+                agent = await storm.here.start(name, lends=False, identity=Identity.generate())
+                meshes[name] = Mesh(agent, group, home)
+            self.loop, self.storm = asyncio.get_running_loop(), storm
+            owning = group.create_task(self.own(meshes["chief"]))
+            await meshes["third"].agent.directory.wait_for(lambda: meshes["third"].agent.directory.runs)
+            waiting = group.create_task(self.wait(meshes["third"]))
+            result = await self._stand_by(meshes["heir"])
+            self.order.append("run")
+            losses = await waiting
+            owning.cancel()
+            return result, losses
+
+    async def wait(self, mesh: Mesh) -> list[float]:
+        training = mesh.train(self.third, captured=captured_job(), stages=3, on_wait=self.waited.append)
+        losses = [report.loss async for report in training]
+        self.order.append("third")
+        return losses
+
+
+@pytest.mark.parametrize("name", ["demo", "another"])
+def test_a_job_that_waits_leaves_the_run_of_a_dead_owner_to_its_standby(tmp_path: Path, name: str) -> None:
+    story = WithAThird(tmp_path, name)
+    story.third = replace(story.third, name=story.job.name if name == "demo" else name)
+    with quiet(), quick_planning():
+        result, losses = run(story.play())
+    assert_exact(result)
+    assert losses == expected()[0]
+    assert story.heir[0] > 0
+    assert story.order == ["run", "third"]
+    assert any("may go on elsewhere" in text for text in story.waited)
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "instead"),
+    [
+        (Turn, "now_s - seen_s >= TAKEN_UP_S}", "p not in others}"),
+        (Turn, " and not self._goes_on", ""),
+    ],
+    ids=["gone", "goes on"],
+)
+def test_without_its_line_the_job_that_waits_is_first(tmp_path: Path, function: Any, line: str, instead: str) -> None:
+    with changed(function, line, instead):
+        assert breaks(lambda: test_a_job_that_waits_leaves_the_run_of_a_dead_owner_to_its_standby(tmp_path, "another"))
+
+
+class WithItsIdentity(Story):
+    """Where the owner was, another process starts with its identity as soon as it is dead."""
+
+    async def until_struck(self, training: AsyncIterator[Report]) -> AsyncIterator[Report]:
+        async for report in super().until_struck(training):
+            yield report
+            if report.step == DIES_AT - 1:
+                asyncio.get_running_loop().create_task(self.come_back())
+
+    async def come_back(self) -> None:
+        await self.struck.wait()
+        await asyncio.sleep(1.0)
+        await self.storm.here.start("chief again", lends=False, identity=self.identities["chief"])
+
+
+def test_another_process_with_the_owners_identity_does_not_keep_the_standby_from_the_run(tmp_path: Path) -> None:
+    story = WithItsIdentity(tmp_path, killed)
+    with quiet(), quick_planning():
+        result = run(story.play())
+    assert_exact(result)
+    assert story.took_over_s < TAKES_OVER_WITHIN_S
 
 
 def test_a_standby_of_another_job_is_told_before_anything_happens(tmp_path: Path) -> None:
