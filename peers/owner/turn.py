@@ -1,9 +1,9 @@
 """One job at a time: an owner waits until every job that came to the mesh before its own has ended.
 
 The idea: owners announce their job before it runs, with the time at which they came. Who sees an earlier one waits
-until it is over. A record that expires without a word is of an owner that is dead: a standby, or who resumes the run, may come in
-some seconds, and goes before all who wait. Records travel, so two owners that come at once may both begin; then a peer that is
-taken refuses one of them, and that one goes back to its place.
+until it is over. A record that expires without a word is of a dead owner. For some seconds a standby may still go on with its run,
+or who resumes it: that one goes before all who wait. Records travel, so two owners that come at once may both begin; then a peer
+that is taken refuses one of them, and that one goes back to its place.
 """
 
 from __future__ import annotations
