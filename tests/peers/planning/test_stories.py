@@ -209,7 +209,7 @@ def test_a_plan_names_a_thousand_peers_that_are_left_out(tmp_path: Path) -> None
         (
             test_a_plan_names_a_thousand_peers_that_are_left_out,
             (),
-            PlanService.serve,
+            PlanService,
             '{"term": list(lease.term)}, [body]',
             '{"term": list(lease.term), "body": body}, []',
         ),
