@@ -56,7 +56,17 @@ from meshcee.capture.graph import (
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.config import Limits
-from meshcee.eager import HALVES, compute_in_full, give_memory, halve, in_full, on_loan, outermost, put_others
+from meshcee.eager import (
+    HALVES,
+    compute_in_full,
+    give_memory,
+    halve,
+    in_full,
+    into_training,
+    on_loan,
+    outermost,
+    put_others,
+)
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
 from meshcee.events import Event
 from meshcee.figures import BlockCost
@@ -401,8 +411,7 @@ def _as_trained(model: nn.Module, job: Job) -> Iterator[Remembered]:
             _round_fakes(model, job.keep_fp32)
         elif job.precision == "bf16":
             halve(model, job.keep_fp32)
-        if not model.training:  # what is in eval mode inside of a model in train mode stays so
-            model.train()
+        into_training(model)
         before = Remembered(model, job.loss)
         try:
             yield before
