@@ -113,7 +113,8 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     (
         r"fake tensor in the exported program constant",
         "a parameter's .data is used, or a tensor that is neither parameter nor buffer of the model",
-        "use .detach(), or register_buffer in a module of the model, where what the loss updates belongs too",
+        "use .detach(), or register_buffer in a module of the model, where what the loss updates belongs too; or run one batch "
+        "through the model before you make the job, if its first call fills a cache",
     ),
     (r"device.*meta|meta.*device", None, "create tensors on the device of the input"),
     (
