@@ -9,6 +9,7 @@ from meshcee.capture.export.masks import asked_for_masks, refuse_idle
 from meshcee.capture.export.refusals import explain, faithful, refuse_functions, refuse_modules
 from meshcee.capture.export.remember import Remembered
 from meshcee.capture.export.settings import refuse_settings
+from meshcee.capture.export.unchanged import Unchanged
 from meshcee.capture.export.watch import Watch, keeping
 from meshcee.capture.export.writes import refuse_overlaps, settled
 
@@ -16,6 +17,7 @@ __all__ = [
     "EXAMPLES",
     "Exported",
     "Remembered",
+    "Unchanged",
     "Watch",
     "asked_for_masks",
     "explain",
