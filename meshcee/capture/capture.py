@@ -34,6 +34,7 @@ from meshcee.capture.export import (
     find_cuts,
     keeping,
     named_cuts,
+    peers_default,
     positions,
     refuse_functions,
     refuse_idle,
@@ -298,7 +299,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     if not isinstance(job, Job):
         raise UsageError(f"a run is told of by meshcee.Job(model=..., loss=..., data=...); got {type(job).__name__}")
     start_s = time.perf_counter()
-    refuse_settings()
+    refuse_settings(job.optimizer)
     teach_shapes()
     model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else _constructed(job)
     refuse_modules(model, job.loss)
@@ -585,11 +586,16 @@ def _accepted(program: Program) -> None:
     """What every peer will ask of the graph is asked here, where the user's line is known."""
     graph = encode_program(program)
     try:
-        decode_program(graph, Limits(graph_bytes=max(len(graph), 1)))
+        with peers_default():
+            decode_program(graph, Limits(graph_bytes=max(len(graph), 1)))
     except NodeRefused as error:
         node = program.nodes[error.position]
+        set_here = torch.get_default_dtype() != torch.float32
+        advice = (
+            "give it a dtype, as peers do not know of torch.set_default_dtype()" if set_here else "write it otherwise"
+        )
         raise CaptureError(
-            f"operation {node.operator.name}{node.at} cannot run on a peer: {error.why}; write it otherwise"
+            f"operation {node.operator.name}{node.at} cannot run on a peer: {error.why}; {advice}"
         ) from error
     except GraphError as error:
         raise CaptureError(f"the model's graph cannot run on a peer: {error}") from error

@@ -8,7 +8,7 @@ from meshcee.capture.export.flatten import EXAMPLES, Exported, export_module
 from meshcee.capture.export.masks import asked_for_masks, refuse_idle
 from meshcee.capture.export.refusals import explain, faithful, refuse_functions, refuse_modules
 from meshcee.capture.export.remember import Remembered
-from meshcee.capture.export.settings import refuse_settings
+from meshcee.capture.export.settings import peers_default, refuse_settings
 from meshcee.capture.export.unchanged import Unchanged
 from meshcee.capture.export.watch import Watch, keeping
 from meshcee.capture.export.writes import refuse_overlaps, settled
@@ -26,6 +26,7 @@ __all__ = [
     "find_cuts",
     "keeping",
     "named_cuts",
+    "peers_default",
     "positions",
     "refuse_functions",
     "refuse_idle",

@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 20  # of a tensor whose numbers are looked at
 
 
 class Unchanged:
-    """Called again and again: UsageError once something is other than it was at first. `written` are buffers that forward writes."""
+    """Called again and again: UsageError once something is other than at first. `written` are buffers that forward writes."""
 
     def __init__(self, job: Job, written: Collection[str] = ()) -> None:
         self._model = job.model if isinstance(job.model, nn.Module) else nn.Module()
