@@ -28,6 +28,7 @@ from meshcee.capture.export import (
     Remembered,
     Watch,
     asked_for_masks,
+    causal_masks,
     explain,
     export_module,
     faithful,
@@ -214,6 +215,7 @@ class _WithLoss(nn.Module):
         self._job = job
         self._example = example
         self._evaluate = evaluate
+        self._real = {} if job.weights else dict(model.named_buffers())
         self.rebound: tuple[str, ...] = ()  # buffers that forward assigns
         self.seen = types.SimpleNamespace(paths=())  # an object: torch.export puts attributes back as they were
 
@@ -225,7 +227,7 @@ class _WithLoss(nn.Module):
                 n: t.to(torch.bfloat16) if n.split(".")[0] == "x" and t.is_floating_point() else t
                 for n, t in tensors.items()
             }
-        with keeping(self, self.rebound), faithful(self.model), _as_in_eager():
+        with keeping(self, self.rebound), faithful(self.model), causal_masks(self.model, self._real), _as_in_eager():
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
             loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:

@@ -243,7 +243,7 @@ class ByFile(Cached):
 
 
 MENDS: dict[type[Cached], Changed] = {
-    Cached: (remember._emptied, "cache.cache_clear()", "pass"),
+    Cached: (remember, "cache.cache_clear()", "pass"),
     ByMethod: (Remembered, "waiting += used", "pass"),
     ByObject: (Remembered, '["__call__", *self._names]', "[]"),
     ByFile: (Remembered, "self._space(code, vars(module)", "print(code, vars(module)"),

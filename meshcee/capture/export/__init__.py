@@ -3,6 +3,7 @@
 Runs on the owner only. `watch` holds eager code beside the graph; `refusals` has the words.
 """
 
+from meshcee.capture.export.causal import causal_masks
 from meshcee.capture.export.cuts import find_cuts, named_cuts, positions
 from meshcee.capture.export.flatten import EXAMPLES, Exported, export_module
 from meshcee.capture.export.masks import asked_for_masks, refuse_idle
@@ -20,6 +21,7 @@ __all__ = [
     "Unchanged",
     "Watch",
     "asked_for_masks",
+    "causal_masks",
     "explain",
     "export_module",
     "faithful",
