@@ -39,6 +39,7 @@ __all__ = [
     "give_memory",
     "halve",
     "in_full",
+    "into_training",
     "on_loan",
     "outermost",
     "plain",
@@ -121,8 +122,7 @@ def _trained(job: Job, model: nn.Module, steps: int, micro_batch: int) -> Iterat
     if job.weights is not None:
         # Not strict: of tied weights a checkpoint holds one name. Whether it fits is for capture to say.
         model.load_state_dict(dict(Checkpoint.at(job.weights)), strict=False)
-    if not model.training:  # what is in eval mode inside of a model in train mode stays so
-        model.train()
+    into_training(model)
     # In bf16 weights, activations and gradients are bf16; the optimizer sees the gradients and weights in full.
     full = {name: p.detach().clone() for name, p in model.named_parameters()} if job.precision == "bf16" else {}
     if full:
@@ -175,6 +175,31 @@ def _trained(job: Job, model: nn.Module, steps: int, micro_batch: int) -> Iterat
         yield PlainStep(step, total, losses, norm.item(), grads, model, _state_dict(model, full), ema)
         optimizer.zero_grad()
         model.zero_grad()
+
+
+def into_training(model: nn.Module) -> None:
+    """As a loop begins. What is in eval mode inside of a model in train mode stays so; a `train` of the user's is called."""
+    if not model.training:
+        model.train()
+        return
+    modes = {module: module.training for module in model.modules()}
+    for module in _with_a_train(model):
+        module.train()
+        woken = [name for name, one in module.named_modules() if one.training and not modes.get(one, True)]
+        if woken:
+            raise UsageError(
+                f"{type(module).__name__}.train() puts {woken[0]!r} into train mode, and it is in eval mode now: call "
+                "model.train() before the job if your loop does, or have train() keep it in eval mode"
+            )
+
+
+def _with_a_train(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules in train mode with a `train` of their own, which may freeze parts of them."""
+    if module.training and getattr(module.train, "__func__", None) is not nn.Module.train:
+        yield module
+        return
+    for child in module.children():
+        yield from _with_a_train(child)
 
 
 @contextmanager

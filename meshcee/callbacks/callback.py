@@ -25,6 +25,7 @@ class Callback:
     """
 
     waits: ClassVar[str] = "evaluations"
+    passes_on: ClassVar[bool] = False  # a callback of meshcee's that calls code of the user's
 
     def on_plan(self, run: Control, plan: Any) -> None:
         """The first plan: a meshcee Plan, as `result.plan`."""

@@ -28,12 +28,14 @@ from meshcee.capture.export import (
     Remembered,
     Watch,
     asked_for_masks,
+    causal_masks,
     explain,
     export_module,
     faithful,
     find_cuts,
     keeping,
     named_cuts,
+    peers_default,
     positions,
     refuse_functions,
     refuse_idle,
@@ -56,7 +58,17 @@ from meshcee.capture.graph import (
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.config import Limits
-from meshcee.eager import HALVES, compute_in_full, give_memory, halve, in_full, on_loan, outermost, put_others
+from meshcee.eager import (
+    HALVES,
+    compute_in_full,
+    give_memory,
+    halve,
+    in_full,
+    into_training,
+    on_loan,
+    outermost,
+    put_others,
+)
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
 from meshcee.events import Event
 from meshcee.figures import BlockCost
@@ -203,6 +215,7 @@ class _WithLoss(nn.Module):
         self._job = job
         self._example = example
         self._evaluate = evaluate
+        self._real = {} if job.weights else dict(model.named_buffers())
         self.rebound: tuple[str, ...] = ()  # buffers that forward assigns
         self.seen = types.SimpleNamespace(paths=())  # an object: torch.export puts attributes back as they were
 
@@ -214,7 +227,7 @@ class _WithLoss(nn.Module):
                 n: t.to(torch.bfloat16) if n.split(".")[0] == "x" and t.is_floating_point() else t
                 for n, t in tensors.items()
             }
-        with keeping(self, self.rebound), faithful(self.model), _as_in_eager():
+        with keeping(self, self.rebound), faithful(self.model), causal_masks(self.model, self._real), _as_in_eager():
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
             loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
@@ -288,7 +301,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     if not isinstance(job, Job):
         raise UsageError(f"a run is told of by meshcee.Job(model=..., loss=..., data=...); got {type(job).__name__}")
     start_s = time.perf_counter()
-    refuse_settings()
+    refuse_settings(job.optimizer)
     teach_shapes()
     model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else _constructed(job)
     refuse_modules(model, job.loss)
@@ -401,8 +414,7 @@ def _as_trained(model: nn.Module, job: Job) -> Iterator[Remembered]:
             _round_fakes(model, job.keep_fp32)
         elif job.precision == "bf16":
             halve(model, job.keep_fp32)
-        if not model.training:  # what is in eval mode inside of a model in train mode stays so
-            model.train()
+        into_training(model)
         before = Remembered(model, job.loss)
         try:
             yield before
@@ -576,11 +588,16 @@ def _accepted(program: Program) -> None:
     """What every peer will ask of the graph is asked here, where the user's line is known."""
     graph = encode_program(program)
     try:
-        decode_program(graph, Limits(graph_bytes=max(len(graph), 1)))
+        with peers_default():
+            decode_program(graph, Limits(graph_bytes=max(len(graph), 1)))
     except NodeRefused as error:
         node = program.nodes[error.position]
+        set_here = torch.get_default_dtype() != torch.float32
+        advice = (
+            "give it a dtype, as peers do not know of torch.set_default_dtype()" if set_here else "write it otherwise"
+        )
         raise CaptureError(
-            f"operation {node.operator.name}{node.at} cannot run on a peer: {error.why}; write it otherwise"
+            f"operation {node.operator.name}{node.at} cannot run on a peer: {error.why}; {advice}"
         ) from error
     except GraphError as error:
         raise CaptureError(f"the model's graph cannot run on a peer: {error}") from error

@@ -27,7 +27,7 @@ from torch import nn
 
 from meshcee.capture import Capture, watch_sizes
 from meshcee.capture.export import explain
-from meshcee.eager import halve, on_loan
+from meshcee.eager import halve, into_training, on_loan
 from meshcee.equality.blocks import Blocks, Weights, entries, stand_in, without_saving
 from meshcee.equality.lines import line_that
 from meshcee.equality.recorder import Recorder, Told, unlike, unlike_backwards, values_of
@@ -353,8 +353,7 @@ class _Net:
                 tensor.copy_(state[name])
 
     def _begin(self) -> None:
-        if not self.model.training:  # what is in eval mode inside of a model in train mode stays so, as in a plain loop
-            self.model.train()
+        into_training(self.model)
         for parameter in self.model.parameters():
             parameter.grad = None
 

@@ -15,6 +15,7 @@ import torch
 
 from meshcee.callbacks import Callback, Control, Listeners
 from meshcee.capture import Capture
+from meshcee.capture.export import Unchanged
 from meshcee.errors import JoinError, UsageError
 from meshcee.job import At, Job
 from meshcee.plan import Plan, Stage
@@ -59,6 +60,7 @@ class Steering:
         metrics = ("loss", *job.metrics) if job.eval_data is not None else ()
         self.control = Control(job.name, metrics=metrics, saves=saves)
         self.listeners = Listeners(callbacks, self.control)
+        self._job = job
         self.source = source_of(job)
         self.readers: Readers | None = None
         self.supplier: Supplier | None = None
@@ -70,6 +72,12 @@ class Steering:
             from meshcee.sampling.readers import Readers
 
             self.readers = Readers(job)
+
+    def begin(self, captured: Capture) -> None:
+        """Before the first step: callbacks may not change what the model and the loss compute with any more."""
+        if self.listeners.may_change:
+            written = {entry.name for entry in captured.train.inputs if entry.mutated}
+            self.listeners.unchanged = Unchanged(self._job, written)
 
     async def meet(
         self, agent: MeshView, members: Collection[str], how_to_go_on: Callable[[JoinError, str], str]

@@ -195,6 +195,7 @@ class Training:
         try:
             if self._captured is None:
                 self._captured = await asyncio.to_thread(capture, self._job)
+            self._steering.begin(self._captured)
             if self._wanted.resume is not None:
                 reports = await asyncio.to_thread(self._go_on, self._wanted.resume, self._captured)
                 await self._listen(self._steering.listeners.event("on_resume", reports))

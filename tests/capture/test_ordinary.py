@@ -12,13 +12,15 @@ from structlog.testing import capture_logs
 from torch import nn
 from torch.nn.utils import parametrizations
 
+import meshcee
 from meshcee.capture import Free, capture
 from meshcee.capture.graph.operators import find_operator
-from meshcee.eager import plain
+from meshcee.eager import into_training, plain
 from meshcee.errors import CaptureError, UsageError
 from meshcee.events import Event
 from meshcee.job import Job
 from tests.capture.exactness import WIDTH, asserted, captured, difference, job_of
+from tests.mutation import breaks, changed
 from tests.rig.chain import Chain
 
 Then = Callable[["Layers", torch.Tensor], torch.Tensor]
@@ -192,6 +194,54 @@ def test_eval_mode_stays_inside_of_a_model_in_train_mode(frozen: tuple[str, ...]
     assert random == ("drop" not in frozen)
     told = [entry["modules"] for entry in logged if entry["event"] == Event.DROPOUT_IDLE]
     assert told == [["drop"]] * ("drop" in frozen), "who wraps an adapter around from_pretrained is told"
+
+
+class Freezes(Scaled):
+    """As people's detectors are: its `train` keeps the statistics of its norm, and lets no gradient into its first layer."""
+
+    def train(self, mode: bool = True) -> Any:
+        super().train(mode)
+        self.norm.eval()
+        self.a.requires_grad_(False)
+        return self
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_train_method_of_the_users_is_called(inside: bool) -> None:
+    """A fresh module is in train mode already, and every loop calls `train` all the same."""
+
+    def fresh() -> nn.Module:
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), Freezes()) if inside else Freezes()
+
+    def story() -> None:
+        model = fresh()
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        job = job_of(model)
+        assert difference(job) == ""
+        found = meshcee.train(job, local=1)
+        assert all(m.training for m in model.modules())
+        frozen = [name for name in before if ".norm.running" in f".{name}" or f".{name}".endswith(".a.weight")]
+        assert len(frozen) == 3
+        assert all(torch.equal(found.state_dict[name], before[name]) for name in frozen)
+
+    story()
+    with changed(into_training, "module.train()", "pass"):
+        assert breaks(story)
+
+
+def test_a_train_method_that_would_wake_what_is_asleep_is_refused() -> None:
+    """Whether a loop calls it then, nobody can see."""
+    model = Freezes()
+    model.drop.eval()
+    for begin in (capture, plain):
+        with pytest.raises(
+            UsageError, match=r"Freezes.train\(\) puts 'drop' into train mode, and it is in eval mode now"
+        ):
+            begin(job_of(model))
+    model.train()
+    model.norm.eval()  # as train() leaves it
+    assert difference(job_of(model)) == ""
 
 
 def test_an_input_may_be_none() -> None:

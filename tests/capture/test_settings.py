@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshcee.capture import capture
-from meshcee.errors import UsageError
+from meshcee.capture.export import peers_default
+from meshcee.capture.export.flatten import is_factory
+from meshcee.capture.graph.encoding import decode_program, encode_program
+from meshcee.config import Limits
+from meshcee.errors import CaptureError, UsageError
+from meshcee.optim import Optimizer
+from tests.capture.exactness import WIDTH, difference, job_of
+from tests.mutation import breaks, changed
 from tests.peers.member.test_training import make_job
 
+capturing: Any = sys.modules["meshcee.capture.capture"]  # the name is that of the function
 cuda: Any = torch.backends.cuda
 matmul: Any = torch.backends.mkldnn.matmul
 SETTINGS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
@@ -52,3 +62,65 @@ def test_what_changes_nothing_on_a_cpu_is_left_alone() -> None:
     finally:
         torch.set_float32_matmul_precision("highest")
         matmul.fp32_precision = "none"
+
+
+class Noisy(nn.Module):
+    """Makes tensors without saying their type."""
+
+    def __init__(self, then: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.then = nn.Linear(WIDTH, WIDTH), then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        grid = torch.linspace(-1, 1, x.shape[1]) / 3 + torch.full((1,), 0.1) + torch.arange(0.0, x.shape[1])
+        return self.linear(x + grid + torch.rand(x.shape[1])) * self.then(x)
+
+
+@pytest.fixture
+def in_float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def ones(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(())
+
+
+def halves(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.shape[1]) / 2
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_a_graph_of_a_script_in_float64_is_the_same_to_a_peer() -> None:
+    """A default type is the script's alone: in the same process all was well, and every real peer refused the graph."""
+
+    def story() -> None:
+        torch.manual_seed(1)
+        data = [(torch.randn(WIDTH), torch.randn(WIDTH)) for _ in range(24)]
+        job = job_of(Noisy(ones), data=data)
+        assert difference(job) == ""
+        graph = encode_program(capture(job).train)
+        with peers_default():
+            decode_program(graph, Limits(graph_bytes=len(graph)))
+        assert torch.get_default_dtype() == torch.float64
+
+    story()
+    with changed(is_factory, "bool(typed)", "False"):
+        assert breaks(story)
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_what_a_peer_would_make_in_another_type_is_refused() -> None:
+    def story() -> None:
+        with pytest.raises(
+            CaptureError, match=r"aten.div.Tensor at .*test_settings.py.* cannot run on a peer.*default_dtype"
+        ):
+            capture(job_of(Noisy(halves), data=[(torch.randn(WIDTH), torch.randn(WIDTH)) for _ in range(24)]))
+
+    story()
+    with changed(capturing, "with peers_default():", "if True:"):
+        assert breaks(story)
+    for optimizer in (Optimizer("NAdam", lr=0.1), Optimizer("SGD", lr=0.1, groups={"*": {"class": "ASGD"}})):
+        with pytest.raises(UsageError, match=r"counts in the type that torch.set_default_dtype\(\) sets"):
+            capture(make_job(optimizer=optimizer))

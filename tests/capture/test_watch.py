@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +16,17 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshcee.capture import capture
+from meshcee.capture.export import Remembered, remember
 from meshcee.errors import CaptureError
 from tests.capture.exactness import WIDTH, difference, job_of
+from tests.mutation import Changed, breaks, changed
 from tests.rig.strides import ODD
 
 HERE = r"test_watch\.py:\d+"
 CALLS = 0
+NOTED: dict[int, torch.Tensor] = {}
+OTHER: Any = types.ModuleType("other")  # a file of the user's
+OTHER.__file__ = __file__
 
 
 class Keeps(nn.Module):
@@ -181,6 +188,83 @@ def test_assigned_buffers_and_caches_train_as_in_the_plain_loop(
 ) -> None:
     torch.manual_seed(1)
     assert difference(job_of(Keeps(then))) == ""
+
+
+@functools.lru_cache
+def kept(n: int) -> torch.Tensor:
+    return torch.arange(float(n)).sin()
+
+
+def noted(n: int) -> torch.Tensor:
+    if n not in NOTED:
+        NOTED[n] = torch.arange(float(n)).sin()
+    return NOTED[n]
+
+
+OTHER.sines = noted
+
+
+class Cached(nn.Module):
+    """A table that the first call fills, where forward reaches it by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * kept(x.shape[1])
+
+
+class ByMethod(Cached):
+    def table(self, n: int) -> torch.Tensor:
+        return noted(n)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * self.table(x.shape[1])
+
+
+class Table:
+    def of(self, n: int) -> torch.Tensor:
+        return noted(n)
+
+
+class ByObject(Cached):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Table()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * self.held.of(x.shape[1])
+
+
+class ByFile(Cached):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * OTHER.sines(x.shape[1])
+
+
+MENDS: dict[type[Cached], Changed] = {
+    Cached: (remember, "cache.cache_clear()", "pass"),
+    ByMethod: (Remembered, "waiting += used", "pass"),
+    ByObject: (Remembered, '["__call__", *self._names]', "[]"),
+    ByFile: (Remembered, "self._space(code, vars(module)", "print(code, vars(module)"),
+}
+
+
+@pytest.mark.parametrize("kind", MENDS)
+def test_a_cache_that_the_first_call_fills_holds_no_fakes_afterwards(kind: type[Cached]) -> None:
+    def story() -> None:
+        kept.cache_clear()
+        NOTED.clear()
+        torch.manual_seed(1)
+        job = job_of(kind())
+        captured = capture(job)
+        assert [n for n in captured.train.nodes if n.operator.name == "aten.sin.default"]
+        assert kept.cache_info().currsize == len(NOTED) == 0
+        assert difference(job) == ""
+
+    story()
+    with changed(*MENDS[kind]):
+        assert breaks(story)
 
 
 class Branches(nn.Module):

@@ -210,8 +210,10 @@ def reference(
     `rates`: after a step, "set" or "scale" the learning rate. `in_place`: no copy, in which strided parameters lie otherwise.
     """
     model = built(job, in_place).to(device)
-    if not model.training:
-        model.train()
+    asleep = [m for m in model.modules() if not m.training] if model.training else []
+    model.train()
+    for module in asleep:  # as a loop that does not wake what its user has put into eval mode
+        module.training = False
     bf16 = job.precision == "bf16"
     given = {n: p.detach().clone() for n, p in model.named_parameters()}
     masters = {n: nn.Parameter(given[n].clone()) for n, p in model.named_parameters() if p.requires_grad}

@@ -3,12 +3,14 @@
 Runs on the owner only. `watch` holds eager code beside the graph; `refusals` has the words.
 """
 
+from meshcee.capture.export.causal import causal_masks
 from meshcee.capture.export.cuts import find_cuts, named_cuts, positions
 from meshcee.capture.export.flatten import EXAMPLES, Exported, export_module
 from meshcee.capture.export.masks import asked_for_masks, refuse_idle
 from meshcee.capture.export.refusals import explain, faithful, refuse_functions, refuse_modules
 from meshcee.capture.export.remember import Remembered
-from meshcee.capture.export.settings import refuse_settings
+from meshcee.capture.export.settings import peers_default, refuse_settings
+from meshcee.capture.export.unchanged import Unchanged
 from meshcee.capture.export.watch import Watch, keeping
 from meshcee.capture.export.writes import refuse_overlaps, settled
 
@@ -16,14 +18,17 @@ __all__ = [
     "EXAMPLES",
     "Exported",
     "Remembered",
+    "Unchanged",
     "Watch",
     "asked_for_masks",
+    "causal_masks",
     "explain",
     "export_module",
     "faithful",
     "find_cuts",
     "keeping",
     "named_cuts",
+    "peers_default",
     "positions",
     "refuse_functions",
     "refuse_idle",

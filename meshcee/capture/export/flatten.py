@@ -17,6 +17,7 @@ from torch import nn
 
 from meshcee.capture.export.products import one_order
 from meshcee.capture.export.refusals import RANKS, Watched, explain, instead, where
+from meshcee.capture.export.settings import PEERS_DEFAULT
 from meshcee.capture.graph import (
     Batch,
     Dim,
@@ -37,7 +38,7 @@ from meshcee.capture.graph import (
 from meshcee.errors import CaptureError, GraphError, MeshceeError
 from meshcee.user_code import Place
 
-__all__ = ["EXAMPLES", "Exported", "export_module"]
+__all__ = ["EXAMPLES", "Exported", "export_module", "is_factory"]
 
 EXAMPLES = 3  # samples in the example batch; not 1, which torch.export would treat as special
 LENGTH_MARGIN = 8  # a size that varies may be this many times that of the example, if the model takes so much
@@ -215,6 +216,8 @@ class _Flattener:
             source, place = self.raw_sizes[symbol]
             args = [Ref(source), place]
             self.size_numbers[symbol] = len(self.inputs) + len(self.nodes)
+        if is_factory(target) and torch.get_default_dtype() != PEERS_DEFAULT:
+            kwargs["dtype"] = held.dtype  # as it was made here
         value = self._value(held, "", f"operation {name}{where(node)} makes", where(node))
         self._add(
             node, Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node), at=str(where(node)))
@@ -282,6 +285,13 @@ class _Flattener:
             raise CaptureError(f"{maker} a tensor whose size follows from values of the data; {advice}")
         advice = instead(place, RANKS if "//" in str(expression) else "keep samples apart in the model")
         raise CaptureError(f"{maker} a tensor with size {expression}, no multiple of the batch size; {advice}")
+
+
+def is_factory(target: Any) -> bool:
+    """Whether an operator makes a tensor of no other, in torch's default type where none is said."""
+    arguments = target._schema.arguments if isinstance(target, torch._ops.OpOverload) else ()
+    typed = [argument.name for argument in arguments if argument.name == "dtype"]
+    return bool(typed) and not any("Tensor" in str(argument.type) for argument in arguments)
 
 
 def _equalities(shapes: Any) -> list[Any]:

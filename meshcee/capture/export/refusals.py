@@ -85,6 +85,11 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
         "set layerdrop to 0 (in configurations of transformers: layerdrop, encoder_layerdrop and decoder_layerdrop)",
     ),
     (
+        r"causal_comparison",
+        "torch asks whether a mask is causal, and looks at its values",
+        "say is_causal=True beside a causal mask and is_causal=False beside another (src_is_causal, tgt_is_causal)",
+    ),
+    (
         r"num_batches_tracked",
         "a batch norm with momentum=None divides by the number of batches that it has seen",
         "give it a momentum",
@@ -113,7 +118,8 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     (
         r"fake tensor in the exported program constant",
         "a parameter's .data is used, or a tensor that is neither parameter nor buffer of the model",
-        "use .detach(), or register_buffer in a module of the model, where what the loss updates belongs too",
+        "use .detach(), or register_buffer in a module of the model, where what the loss updates belongs too; or run one batch "
+        "through the model before you make the job, if its first call fills a cache",
     ),
     (r"device.*meta|meta.*device", None, "create tensors on the device of the input"),
     (
@@ -128,7 +134,7 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     ),
 )
 _BY_VALUE = "data-dependent|unbacked|GuardOnDataDependent"
-_ONLY_BY_VALUE = 3  # the first entries of _ADVICE tell what the line is about, and say so only of what values decide
+_ONLY_BY_VALUE = 4  # the first entries of _ADVICE tell what the line is about, and say so only of what values decide
 
 
 def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:

@@ -12,8 +12,9 @@ import dis
 import functools
 import inspect
 import random
+import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ class Remembered:
         self._drawers: list[Callable[[], Any]] = []
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # so that no two have one id
+        self._names: set[str] = set()  # that the code uses which is reached
+        self._methods: dict[type, list[Any]] = {}
         for name, module in model.named_modules():
             self._module(name, module)
         self._visit("the loss", loss, 0, "")
@@ -53,6 +56,10 @@ class Remembered:
     @staticmethod
     def _counts(place: str, other: Remembered) -> bool:
         return isinstance(other.values[place], tuple | int | float)
+
+    def is_used(self, place: str) -> bool:
+        """Whether code that is reached has the names of the attributes on the way there."""
+        return self._names.issuperset(re.findall(r"attribute '(\w+)' of", place))
 
     def put_back(self) -> None:
         """What was changed since is as it was."""
@@ -74,6 +81,9 @@ class Remembered:
                 holder.clear()
                 holder.update(copy)
 
+    def _line(self, code: Any, name: str) -> str:
+        return _line(code, name)
+
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _module(self, name: str, module: nn.Module) -> None:
@@ -82,16 +92,34 @@ class Remembered:
         self._seen.add(id(module))
         self._holders.append((vars(module), dict(vars(module))))
         code = getattr(type(module).forward, "__code__", None)
+        if _is_foreign(code):
+            self._names.update(vars(module))
+        for method in self._reached(type(module), ["forward"]):
+            self._visit(f"what {type(module).__name__} uses", method, 1, "")
         for key, value in list(vars(module).items()):
             if key not in _OWN and not key.endswith("_hooks") and not key.endswith("_kwargs"):
                 place = f"attribute {key!r} of {f'module {name!r}' if name else 'the model'}"
                 self.owners[place] = id(module), key
-                self._visit(place, value, 1, _line(code, key))
+                self._visit(place, value, 1, self._line(code, key))
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 self.values[f"requires_grad of {f'{name}.{key}'.lstrip('.')!r}"] = parameter.requires_grad
-        if code is not None and not is_ours(code.co_filename):
-            self._visit(f"what {type(module).__name__}.forward uses", type(module).forward, 1, "")
+
+    def _reached(self, kind: type, names: Iterable[str]) -> list[Any]:
+        """The functions of a class that these names lead to, one from another."""
+        if kind not in self._methods:
+            own = {key: held for one in reversed(kind.__mro__) for key, held in vars(one).items()}
+            found: dict[str, Any] = {}
+            waiting = list(names)
+            while waiting:
+                name = waiting.pop()
+                if name not in found and (method := _function_of(own.get(name))) is not None:
+                    found[name] = method
+                    used = _globals(getattr(inspect.unwrap(method), "__code__", None))
+                    self._names.update(used)
+                    waiting += used
+            self._methods[kind] = list(found.values())
+        return self._methods[kind]
 
     def _visit(self, place: str, value: Any, depth: int, line: str) -> None:
         if len(self.values) > _MOST or depth > _DEPTH:
@@ -138,6 +166,9 @@ class Remembered:
             self._visit(place, value.__func__, depth, line)
         elif isinstance(value, types.FunctionType):
             self._function(value, depth)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._drawers.append(functools.partial(_emptied, value, value.cache_info().misses))
+            self._visit(place, value.__wrapped__, depth, line)
         elif isinstance(value, nn.Module):
             for name, module in value.named_modules():
                 self._module(name or type(value).__name__, module)
@@ -145,8 +176,10 @@ class Remembered:
             if type(value).__module__.split(".")[0] in _NOT_STATE:
                 return
             self._holders.append((vars(value), dict(vars(value))))
+            for method in self._reached(type(value), ["__call__", *self._names]):
+                self._visit(place, method, depth + 1, line)
             for key, item in list(vars(value).items()):
-                self._visit(f"attribute {key!r} of {place}", item, depth + 1, line or _line(_called(value), key))
+                self._visit(f"attribute {key!r} of {place}", item, depth + 1, line or self._line(_called(value), key))
 
     def _tensor(self, place: str, value: torch.Tensor) -> None:
         self.values[place] = (str(value.dtype), tuple(value.shape))
@@ -155,7 +188,7 @@ class Remembered:
 
     def _function(self, function: types.FunctionType, depth: int) -> None:
         code = function.__code__
-        if is_ours(code.co_filename) or "/site-packages/" in code.co_filename:
+        if _is_foreign(code):
             return
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             try:
@@ -163,18 +196,50 @@ class Remembered:
             except ValueError:
                 continue
             self._holders.append((cell, value))
-            self._visit(f"{name!r} in the closure of {function.__name__}", value, depth + 1, _line(code, name))
-        for name in _globals(code):
-            if name in function.__globals__:
-                value = function.__globals__[name]
-                if isinstance(value, _SCALARS):
-                    self._holders.append(((function.__globals__, name), value))
-                self._visit(f"the global {name!r}", value, depth + 1, _line(code, name))
+            self._visit(f"{name!r} in the closure of {function.__name__}", value, depth + 1, self._line(code, name))
+        self._names.update(_globals(code))
+        self._space(code, function.__globals__, "the global ", depth + 1)
         for i, value in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
             self._visit(f"default {i} of {function.__name__}", value, depth + 1, "")
 
+    def _space(self, code: types.CodeType, space: dict[str, Any], words: str, depth: int) -> None:
+        """What code uses of a module's names, and of other modules of the user's that are among them."""
+        modules: dict[str, types.ModuleType] = {}
+        for name in _globals(code) if depth <= _DEPTH else ():
+            value = space.get(name, modules)
+            if isinstance(value, types.ModuleType) and not _is_foreign(getattr(value, "__file__", None)):
+                modules[name] = value
+            elif value is not modules:
+                if isinstance(value, _SCALARS):
+                    self._holders.append(((space, name), value))
+                self._visit(f"{words}{name!r}", value, depth, self._line(code, name))
+        for name, module in modules.items():  # last, as they may lead back to here
+            if vars(module) is not space:
+                self._space(code, vars(module), f"{words}{name}.", depth + 1)
 
-def _globals(code: types.CodeType) -> list[str]:
+
+def _is_foreign(code: types.CodeType | str | None) -> bool:
+    """Whether it is of no file of the user's."""
+    file = code.co_filename if isinstance(code, types.CodeType) else code
+    return file is None or is_ours(file) or "/site-packages/" in file
+
+
+def _function_of(found: Any) -> Any:
+    """A method as it stands in a class, without what is around it; None where it is none of Python's. A cache stays around it."""
+    found = found.fget if isinstance(found, property) else found
+    found = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+    return found if isinstance(found, types.FunctionType | functools._lru_cache_wrapper) else None
+
+
+def _emptied(cache: Any, misses: int) -> None:
+    """A cache that was filled since, with fakes perhaps."""
+    if cache.cache_info().misses != misses:
+        cache.cache_clear()
+
+
+def _globals(code: types.CodeType | None) -> list[str]:
+    if code is None:
+        return []
     inner = [name for c in code.co_consts if isinstance(c, types.CodeType) for name in _globals(c)]
     return [*dict.fromkeys([*code.co_names, *inner])]
 

@@ -6,18 +6,22 @@ where the two differ and that can be seen in a number: always on a CPU, of GPUs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from meshcee.errors import UsageError
+from meshcee.optim import Optimizer
 
-__all__ = ["refuse_settings"]
+__all__ = ["PEERS_DEFAULT", "peers_default", "refuse_settings"]
 
 Setting = tuple[Callable[[], Any], tuple[Any, ...]]  # what it is, and what it may be
 _cuda: Any = torch.backends.cuda
 _mkldnn: Any = torch.backends.mkldnn
+PEERS_DEFAULT = torch.float32
+IN_DEFAULT = ("NAdam", "ASGD")  # what their numbers depend on, torch keeps in the default type
 EXACT = ("none", "ieee", "tf32")  # no CPU of today has tf32
 MATMUL = "torch.backends.{}.matmul.fp32_precision (torch.set_float32_matmul_precision)"
 
@@ -46,8 +50,26 @@ ON_GPUS: Mapping[str, Setting] = {
 }
 
 
-def refuse_settings() -> None:
+@contextlib.contextmanager
+def peers_default() -> Iterator[None]:
+    """Meanwhile the type of what is made without one is that of a peer's process."""
+    own = torch.get_default_dtype()
+    torch.set_default_dtype(PEERS_DEFAULT)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(own)
+
+
+def refuse_settings(optimizer: Optimizer) -> None:
     """Raise UsageError if this process has set what would give a plain loop here other bits than peers have."""
+    kinds = [optimizer.name, *(group.get("class", "") for group in optimizer.groups.values())]
+    counting = [kind for kind in kinds if kind in IN_DEFAULT]
+    if counting and torch.get_default_dtype() != PEERS_DEFAULT:
+        raise UsageError(
+            f"{counting[0]} counts in the type that torch.set_default_dtype() sets, which peers do not have; leave the setting out "
+            "and write model.double()"
+        )
     for name, (read, fine) in {**ON_CPUS, **(ON_GPUS if torch.cuda.is_available() else {})}.items():
         if (found := read()) not in fine:
             raise UsageError(

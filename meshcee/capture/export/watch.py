@@ -22,6 +22,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from meshcee.capture.export.flatten import is_factory
 from meshcee.capture.export.refusals import AFTER_ONE_BATCH
 from meshcee.capture.export.remember import Remembered
 from meshcee.capture.export.writes import is_copy
@@ -120,6 +121,12 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
             parts, grads, before = [self.name(given[0])], [], before
         elif name in _ZEROS:
             parts, grads = [repr((t.dtype, tuple(t.shape), t.stride())) for t in made], []
+        elif made and is_factory(func):  # whether its type is said or torch's default
+            said = kwargs | {"dtype": made[0].dtype}
+            parts = [
+                repr(p)
+                for p in (*tree_leaves(args), *((key, said[key]) for key in sorted(said) if said[key] is not None))
+            ]
         odd, line = "", _users_line()
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._draws += 1

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import meshcee
-from meshcee.callbacks import Callback, Control
+from meshcee.callbacks import Callback, Control, Listeners
 from meshcee.capture import Capture, capture
 from meshcee.eager import plain, plain_steps
 from meshcee.errors import UsageError, unwrap
@@ -26,6 +26,7 @@ from meshcee.optim import Optimizer, Schedule
 from peers.node.assemble import JoinOptions, join
 from peers.owner.job_run import Result
 from peers.state.checkpoint import CheckpointStore
+from tests.mutation import breaks, changed
 from tests.peers.member.test_training import Pairs, make_job
 from tests.peers.owner.test_recovery import a_mesh, stage_of
 
@@ -484,3 +485,84 @@ def late(run: Control, report: Any) -> None:
 async def test_a_callback_that_fails_ends_the_run_with_a_sentence(callback: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         await run(job_of(eval_every=1), [callback])
+
+
+# -- what a callback may not change
+
+
+class Anneals(Callback):
+    """Writes where a plain loop would read it in the next step; and what nobody reads."""
+
+    def __init__(self, what: str, model: Any, weight: list[float]) -> None:
+        self.what, self.model, self.weight = what, model, weight
+
+    def on_evaluate(self, run: Control, report: Any) -> None:
+        self.model.eval()
+        self.model.told.append(report.loss)
+        self.model.load_state_dict(self.model.state_dict())
+        self.model.train()
+
+    def on_step(self, run: Control, report: Any) -> None:
+        if self.what == "closure":
+            self.weight[0] = 1.0
+        elif self.what == "attribute":
+            self.model.tau = 0.5
+        elif self.what == "tensor":
+            self.model.offset += 1
+        elif self.what == "buffer":
+            self.model.scale.fill_(2.0)
+        elif self.what == "thaw":
+            self.model.first.requires_grad_(True)
+        elif self.what == "freeze":
+            self.model.norm.eval()
+
+
+class Annealed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = (
+            nn.Embedding(23, 12).requires_grad_(False),
+            nn.BatchNorm1d(12),
+            nn.Linear(12, 23),
+        )
+        self.register_buffer("scale", torch.ones(()))
+        self.tau, self.offset, self.told = 1.0, torch.zeros(()), [0.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x))) * self.tau * self.scale + self.offset
+
+
+CHANGED = {
+    "closure": r"\[0\] of 'weight' in the closure of loss",
+    "attribute": "attribute 'tau' of the model",
+    "tensor": "attribute 'offset' of the model",
+    "buffer": "the buffer 'scale'",
+    "thaw": "requires_grad of 'first.weight'",
+    "freeze": "attribute 'training' of module 'norm'",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_what_the_graph_would_not_follow_ends_the_run(what: str) -> None:
+    """KL annealing by a list, a temperature, thawed layers: a plain loop goes on with it, and the mesh trained on in silence."""
+
+    def story() -> None:
+        weight, model = [0.0], Annealed()
+
+        def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(out, y) + weight[0] * out.pow(2).mean()
+
+        job = job_of(model=model, loss=loss, steps=3, eval_every=1, optimizer=Optimizer("SGD", lr=0.1))
+        callbacks = [Anneals(what, model, weight)]
+        if what == "nothing":
+            assert len(meshcee.train(job, local=1, callbacks=callbacks).losses) == 3
+            return
+        with pytest.raises(UsageError, match=f"{CHANGED[what]} is not what it was before the first step"):
+            meshcee.train(job, local=1, callbacks=callbacks)
+
+    story()
+    if what != "nothing":
+        with changed(Listeners, "self.unchanged()", "pass"):
+            assert breaks(story)

@@ -1,0 +1,67 @@
+"""Whether what the model and the loss compute with is what it was when the graph was made.
+
+The idea: peers run a graph, and what a callback writes into the owner's objects between two steps reaches nobody. A plain loop
+would go on with it, so a run ends there and says what was changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshcee.capture.export.remember import Remembered
+from meshcee.errors import UsageError
+from meshcee.files.tensor_files import byte_view
+from meshcee.job import Job
+
+__all__ = ["Unchanged"]
+
+_MODE = "attribute 'training' of the model"
+_MOST_BYTES = 1 << 20  # of a tensor whose numbers are looked at
+
+
+class Unchanged:
+    """Called again and again: UsageError once something is other than at first. `written` are buffers that forward writes."""
+
+    def __init__(self, job: Job, written: Collection[str] = ()) -> None:
+        self._model = job.model if isinstance(job.model, nn.Module) else nn.Module()
+        self._loss, self._written = job.loss, frozenset(written)
+        self._before = self._seen()
+
+    def __call__(self) -> None:
+        """What is in eval mode as a whole, a loop puts back into train mode."""
+        now = self._seen()
+        places = [place for place in self._before.changed(now) if self._before.is_used(place) or now.is_used(place)]
+        if not all(seen.values.get(_MODE) for seen in (self._before, now)):
+            places = [place for place in places if not place.startswith(_MODE.partition(" of ")[0])]
+        if places:
+            raise UsageError(
+                f"{places[0]} is not what it was before the first step, and peers go on with the "
+                "graph that was made of it then: count steps in a registered buffer that forward adds to, thaw weights in a "
+                "second run, and change learning rates by run.set_lr"
+            )
+
+    def _seen(self) -> Remembered:
+        seen = _WithNumbers(self._model, self._loss)
+        for name, buffer in self._model.named_buffers():
+            if name not in self._written:
+                seen.values[f"the buffer {name!r}"] = _numbers(buffer)
+        return seen
+
+
+class _WithNumbers(Remembered):
+    def _line(self, code: Any, name: str) -> str:
+        return ""  # to look for lines takes longer than all else
+
+    def _tensor(self, place: str, value: torch.Tensor) -> None:
+        self.values[place] = _numbers(value)
+
+
+def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor's type and shape, and what is in it where that is fast to say."""
+    looks = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    held = hash(bytes(byte_view(tensor))) if looks and tensor.nbytes <= _MOST_BYTES else 0
+    return str(tensor.dtype), tuple(tensor.shape), held
