@@ -13,6 +13,7 @@ import inspect
 import json
 import sys
 import time
+import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshcee.errors import UsageError
 from meshcee.files.tensor_files import Checkpoint
-from meshcee.job import At, Job, seeded
+from meshcee.job import WEIGHS_NOTHING, At, Job, seeded
 from meshcee.sampling import collated, source_of
 
 __all__ = [
@@ -148,6 +149,9 @@ def _trained(job: Job, model: nn.Module, steps: int, micro_batch: int) -> Iterat
         for micro, ((x, y), weight) in enumerate(zip(batches, _weights(job, [y for _, y in batches]))):
             with seeded(job.seed, step, micro):
                 loss = job.loss(_call(model, _halved(x) if full else x), y)
+            if weight == 0 and not loss.isfinite():
+                of = f"the loss of step {step + 1}, micro-batch {micro + 1}"
+                warnings.warn(f"{of} is {loss.item()}. {WEIGHS_NOTHING}", stacklevel=2)
             (loss * weight).backward()  # type: ignore[no-untyped-call]
             total += loss.item() * weight
             losses.append(loss.detach())
@@ -252,9 +256,22 @@ def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """A copy; what forward has left in attributes comes without its graph."""
+    """A copy; what forward has left in attributes comes without its graph, and what has no copy, as a lock, is shared."""
     left = (t for m in model.modules() for t in tree_leaves(vars(m)) if isinstance(t, torch.Tensor) and t.grad_fn)
-    return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in left})
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in left}
+    if not _has_copy(model, memo):
+        attributes = [vars(m).items() for m in model.modules()]
+        own = [value for items in attributes for name, value in items if name not in vars(nn.Module())]
+        memo |= {id(value): value for value in own if not _has_copy(value, memo)}
+    return copy.deepcopy(model, memo)
+
+
+def _has_copy(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:  # classes raise what they like
+        return False
+    return True
 
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -365,7 +382,7 @@ def _collate(items: list[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _collate([item[key] for item in items]) for key in first}
     if isinstance(first, tuple | list):
-        return tuple(_collate(list(column)) for column in zip(*items))
+        return _like(first, (_collate(list(column)) for column in zip(*items)))
     return None if first is None else torch.stack([torch.as_tensor(item) for item in items])
 
 
@@ -374,15 +391,20 @@ def _tensors(tree: Any) -> Any:
     if isinstance(tree, Mapping):
         return {key: _tensors(value) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return tuple(map(_tensors, tree))
+        return _like(tree, map(_tensors, tree))
     return None if tree is None else torch.as_tensor(tree)
+
+
+def _like(given: Any, parts: Iterable[Any]) -> Any:
+    """A tuple of the parts, or the named tuple that was given."""
+    return getattr(given, "_make", tuple)(parts)
 
 
 def _halved(x: Any) -> Any:
     if isinstance(x, dict):
         return {key: _halved(value) for key, value in x.items()}
     if isinstance(x, tuple):
-        return tuple(_halved(value) for value in x)
+        return _like(x, map(_halved, x))
     return x.bfloat16() if x is not None and x.is_floating_point() else x
 
 

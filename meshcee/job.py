@@ -20,10 +20,14 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from meshcee.errors import UsageError
 from meshcee.figures import MIXES
-from meshcee.optim import Optimizer, Schedule
+from meshcee.optim import Optimizer, Schedule, plain_number
 
-__all__ = ["At", "Job", "seed_of", "seeded"]
+__all__ = ["WEIGHS_NOTHING", "At", "Job", "seed_of", "seeded"]
 
+WEIGHS_NOTHING = (
+    "This micro-batch weighs 0, as all of its targets are ignored, and a mean over none is no number: have the loss divide by "
+    "count.clamp(min=1)"
+)
 CODEC_CHOICES = ("none", "lossless", "bf16", "int8", "int4", "auto")  # what a job may ask for
 _WHOLE, _FLAG, _FUNCTION = (Integral, "a whole number of 64 bits"), (bool, "True or False"), (Callable, "a function")
 # What a field is, where another type would fail far from here.
@@ -181,6 +185,7 @@ class Job:
             fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
             if not (value is None and spared) and not (fits and (kind is not Integral or abs(value) < 1 << 64)):
                 raise UsageError(f"{name} is {said}{', or None' if spared else ''}; got {value!r:.80}")
+            object.__setattr__(self, name, plain_number(value))
         if not isinstance(self.optimizer, Optimizer):
             found = getattr(self.optimizer, "__name__", type(self.optimizer).__name__)
             raise UsageError(

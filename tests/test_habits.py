@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -88,3 +89,49 @@ def test_a_callback_finds_a_rate_by_trying_ever_higher_ones() -> None:
     assert list(losses) == result.losses
     assert losses[-1] > 2 * min(losses)
     assert 0.01 < min(finder.tried, key=lambda one: one[1])[0] < rates[-1]
+
+
+class Guarded(nn.Module):
+    """Of a lock, an open file and a generator there are no copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.notes = net(), [torch.ones(2)]
+        self.lock, self.numbers = threading.Lock(), (i for i in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.lock:
+            found: torch.Tensor = self.inner(x)
+        return found
+
+
+def test_the_trained_copy_shares_what_has_no_copy() -> None:
+    model = Guarded()
+    job = Job(
+        model=model,
+        loss=nn.functional.cross_entropy,
+        data=data(),
+        optimizer=Optimizer("SGD", lr=0.1),
+        batch_size=8,
+        steps=2,
+    )
+    copied: Any = meshcee.plain(job).module
+    assert copied.lock is model.lock
+    assert copied.notes is not model.notes
+    assert not torch.equal(copied.inner[5].weight, model.inner[5].weight)
+    before = net().state_dict()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.inner.state_dict().items())
+
+
+class Target(NamedTuple):
+    kind: int
+    shift: float
+
+
+def test_a_target_may_be_a_named_tuple() -> None:
+    def loss(output: torch.Tensor, y: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(output + y.shift[:, None], y.kind)
+
+    rows = [(x, Target(kind, 0.5)) for x, kind in data()]
+    options: dict[str, Any] = {"batch_size": 8, "micro_batch_size": 4, "steps": 2}
+    assert meshcee.check(Job(model=net(), loss=loss, data=rows, optimizer=Optimizer("SGD", lr=0.1), **options)).equal

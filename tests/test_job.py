@@ -6,6 +6,7 @@ import math
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -120,6 +121,14 @@ def test_whatever_stands_in_a_field_is_taken_or_refused_in_a_sentence(name: str)
             refusals.append(str(error))
     assert refusals
     assert not [told for told in refusals if "\n" in told or len(told) > 400]
+
+
+def test_numbers_of_numpy_are_pythons() -> None:
+    job = make(batch_size=np.int64(4), steps=np.int32(2), micro_batch_size=np.int16(2), clip_norm=np.float32(0.5))
+    assert [type(n) for n in (job.batch_size, job.steps, job.micro_batch_size, job.clip_norm)] == [int, int, int, float]
+    assert type(make(seed=np.uint8(3)).seed) is int
+    with pytest.raises(UsageError, match="batch_size is a whole number"):
+        make(batch_size=np.float32(4))
 
 
 def test_seeds_differ_by_step_and_micro_batch_and_repeat() -> None:

@@ -57,6 +57,7 @@ from meshcee.capture.graph import (
 )
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
+from meshcee.capture.outputs import put_together, taken_apart
 from meshcee.config import Limits
 from meshcee.eager import (
     HALVES,
@@ -100,7 +101,7 @@ class Capture:
     aliases: dict[str, str]  # other name -> the name in `state`
     param_order: tuple[str, ...]  # in which clip_grad_norm_ combines norms: that of named_parameters, type by type
     persistent: tuple[str, ...]  # names of `state` that the model's state_dict has
-    output_paths: tuple[tuple[Any, ...], ...] = ()  # of the evaluation outputs behind the loss
+    output_form: Any = None  # of what the evaluation outputs behind the loss are put together to
     took_s: float = 0.0  # the capture
     rounded: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)  # buffers, as the plain loop has them
     built: nn.Module | None = None  # what the job's function built, with stand-ins for its large tensors
@@ -153,12 +154,10 @@ class Capture:
     def output_of(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The model's output as a metric expects it, from the evaluation outputs behind the loss.
 
-        A tensor stays a tensor, tuples become tuples; mappings and dataclasses allow both `out.logits` and
-        `out["logits"]`.
+        Tensors, tuples, lists, named tuples and constants stay what they are; mappings and dataclasses allow both
+        `out.logits` and `out["logits"]`.
         """
-        if self.output_paths == ((),):
-            return tensors[0]
-        return _tree(dict(zip(self.output_paths, tensors, strict=True)))
+        return put_together(self.output_form, iter(tensors))
 
     def state_dict(self, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """A state as the plain loop leaves it, for `load_state_dict`: persistent entries under all their names, read on demand."""
@@ -185,27 +184,6 @@ def _said(dtype: torch.dtype | None, shape: Sequence[Dim]) -> str:
     return f"{str(dtype).removeprefix('torch.')} ({', '.join(words)})"
 
 
-class _Output(dict[Any, Any]):
-    """A mapping whose keys are attributes too."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(name) from None
-
-
-def _tree(entries: Mapping[tuple[Any, ...], torch.Tensor]) -> Any:
-    if set(entries) == {()}:
-        return entries[()]
-    children: dict[Any, dict[tuple[Any, ...], torch.Tensor]] = {}
-    for path, tensor in entries.items():
-        children.setdefault(path[0], {})[path[1:]] = tensor
-    if all(isinstance(k, int) for k in children):
-        return tuple(_tree(c) for c in children.values())
-    return _Output({k: _tree(c) for k, c in children.items()})
-
-
 class _WithLoss(nn.Module):
     """The model and the loss as one module over flat inputs; bf16 models get their floating inputs in bf16."""
 
@@ -217,7 +195,7 @@ class _WithLoss(nn.Module):
         self._evaluate = evaluate
         self._real = {} if job.weights else dict(model.named_buffers())
         self.rebound: tuple[str, ...] = ()  # buffers that forward assigns
-        self.seen = types.SimpleNamespace(paths=())  # an object: torch.export puts attributes back as they were
+        self.seen = types.SimpleNamespace(form=None)  # an object: torch.export puts attributes back as they were
 
     def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, y = self._example
@@ -235,9 +213,9 @@ class _WithLoss(nn.Module):
         refuse_functions(loss)
         if not self._evaluate:
             return (loss,)
-        found = data_rules.tensors_of(output)
-        self.seen.paths = tuple(path for path, _ in found)
-        return (loss, *(tensor for _, tensor in found))
+        found: list[torch.Tensor] = []
+        self.seen.form = taken_apart(output, found)
+        return (loss, *found)
 
 
 def _no_loss(loss: Any, output: Any, x: Any) -> str:
@@ -332,6 +310,11 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     # What blocks cost is priced by the example: of several sizes the largest, since memory must hold it.
     sizes = [sum(tensor.numel() for tensor in inputs.values()) for inputs in probed]
     example = _example(job, samples[sizes.index(max(sizes)) if varying else 0])
+    if clash := min(data_rules.inputs_of(example).keys() & layout.keys(), default=None):
+        raise CaptureError(
+            f"{clash!r} of the model has the name of an input, as x and y are what data gives: rename {clash.split('.')[0]!r} in "
+            "the model"
+        )
     most = job.micro_batch_size or job.batch_size
     if recorder is None and job.precision == "fp32":
         _refuse_types(model, job, example)
@@ -349,7 +332,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
             watch(program)
             refuse_overlaps(tensors, {x.name for x in program.inputs if x.trainable or x.mutated})
             evaluation: Program | None = None
-            paths: tuple[tuple[Any, ...], ...] = ()
+            form: Any = None
             if evaluate if evaluate is not None else job.eval_data is not None:
                 model.eval()
                 eval_wrap = _WithLoss(model, job, example, evaluate=True)
@@ -359,7 +342,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
                     eval_wrap.rebound = _watch(looked_at, job, example, names).assigned()
                 evaluation = _overlay(_export(eval_wrap, example, names, varying, most), program)
                 _accepted(evaluation)
-                paths = eval_wrap.seen.paths
+                form = eval_wrap.seen.form
     except CaptureError:
         if recorder is None and job.precision == "fp32":
             _eagerly(model, job, example)
@@ -373,7 +356,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         aliases=aliases,
         param_order=_norm_order(model, {x.name for x in program.inputs if x.trainable}),
         persistent=tuple(n for n in layout if n in persistent),
-        output_paths=paths,
+        output_form=form,
         took_s=time.perf_counter() - start_s,
         rounded=rounded,
         built=None if recorder is None else model,

@@ -19,7 +19,7 @@ from meshcee.errors import PlanError
 from meshcee.job import Job
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.role import Piece, loss_shares, rows_of
-from meshcee.sampling import batched, probes, read
+from meshcee.sampling import batched, inputs_of, probes, read, rebuild
 from meshcee.stage import Boundary, StageRunner
 
 __all__ = ["check_sharing", "why_not_shared"]
@@ -190,10 +190,6 @@ def _same_state(ours: Any, theirs: Any) -> bool:
     return bool(ours is theirs or ours == theirs)
 
 
-def _rows(tree: Any, first: int, end: int) -> Any:
-    """These rows of a stacked tree of tensors."""
-    if isinstance(tree, Mapping):
-        return {key: _rows(value, first, end) for key, value in tree.items()}
-    if isinstance(tree, tuple | list):
-        return tuple(_rows(value, first, end) for value in tree)
-    return tree[first:end]
+def _rows(y: Any, first: int, end: int) -> Any:
+    """These rows of stacked targets."""
+    return rebuild(y, "y", {name: tensor[first:end] for name, tensor in inputs_of((None, y)).items()})

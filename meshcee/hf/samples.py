@@ -111,11 +111,12 @@ class Outputs:
         self._found: dict[int, tuple[Any, Any]] = {}  # by the place of the first sample
 
     def __call__(self, output: Any, target: Mapping[str, Any]) -> float:
-        logits = (
-            tuple(value for key, value in output.items() if key not in self._ignored)
+        given = (
+            [value for key, value in output.items() if key not in self._ignored]
             if isinstance(output, Mapping)
-            else tuple(output[1:])
+            else output[1:]
         )
+        logits = tuple(value for value in given if isinstance(value, torch.Tensor | tuple | list | Mapping))
         labels = tuple(target.get("labels", {}).values()) or None
         logits, labels = _alone(logits), _alone(labels)
         if self._preprocess is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterator, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from meshcee.errors import UsageError
 
-__all__ = ["PER_PARAMETER", "Optimizer"]
+__all__ = ["PER_PARAMETER", "Optimizer", "plain_number"]
 
 # Classes whose update of a parameter reads that parameter and its own state only.
 PER_PARAMETER = frozenset(
@@ -52,14 +53,14 @@ class Optimizer:
                 why = f"is refused, as {REFUSED[kind]}" if kind in REFUSED else "is no name known here"
                 use = ", ".join(sorted(PER_PARAMETER))
                 raise UsageError(f"optimizer {kind!r:.80} {why}: write one of {use}")
-        for key, value in [*options.items(), *(kv for g in (groups or {}).values() for kv in g.items())]:
+        self.options = {key: plain_number(value) for key, value in options.items()}
+        self.groups = {p: {k: plain_number(v) for k, v in own.items()} for p, own in (groups or {}).items()}
+        for key, value in [*self.options.items(), *(kv for g in self.groups.values() for kv in g.items())]:
             numbers = isinstance(value, tuple | list) and all(x is None or isinstance(x, int | float) for x in value)
             known = key in ("class", "adjust_lr_fn") and isinstance(value, str)
             if not (value is None or isinstance(value, bool | int | float) or numbers or known):
                 raise UsageError(f"optimizer option {key:.80}={value!r:.80} is no number; groups= choose by name")
         self.name = name
-        self.options = dict(options)
-        self.groups = {pattern: dict(extra) for pattern, extra in (groups or {}).items()}
         self.ema: float | None = None  # a stage keeps an average of what it updates: what a Job says
         self.eval_ema = False  # and evaluates it
 
@@ -155,6 +156,15 @@ class Optimizer:
             return found if data.get("ema") is None else found.averaging(float(data["ema"]), bool(data.get("eval_ema")))
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"this is not an optimizer: {error!r}") from error
+
+
+def plain_number(value: Any) -> Any:
+    """A number of numpy's as one of Python's, also inside of a tuple or a list; anything else as it is."""
+    if type(value) in (tuple, list):
+        return type(value)(map(plain_number, value))
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _meets(pattern: str, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""How a list of samples becomes the named raw inputs of a program, and an output its tensors.
+"""How a list of samples becomes the named raw inputs of a program.
 
 The idea: x and y are small trees of tuples, lists and dicts whose leaves become tensors, or are None; a leaf's name is its path
 ("x", "x.0", "x.attention_mask", "y"), so that inputs are told apart on the wire by name and never by position. Rows that are dicts
@@ -7,9 +7,8 @@ become a pair here, and `call_model` alone looks at what a model takes of them: 
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from meshcee.errors import UsageError
 from meshcee.sampling.order import NO_STEP, collated, read
 
-__all__ = ["batch_of", "batched", "call_model", "inputs_of", "leaves", "rebuild", "stack", "tensors_of", "varying"]
+__all__ = ["batch_of", "batched", "call_model", "inputs_of", "leaves", "rebuild", "stack", "varying"]
 
 Collate = Callable[[list[Any]], Any]
 LABELS = ("labels", "label")  # columns that are the target of a row: the first that is there
@@ -75,7 +74,7 @@ def _tensors(tree: Any, path: str) -> Any:
     if isinstance(tree, Mapping):
         return {key: _tensors(value, f"{path}.{key}") for key, value in tree.items()}
     if isinstance(tree, tuple | list):
-        return tuple(_tensors(value, f"{path}.{i}") for i, value in enumerate(tree))
+        return _like(tree, (_tensors(value, f"{path}.{i}") for i, value in enumerate(tree)))
     try:
         return None if tree is None else torch.as_tensor(tree)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -116,8 +115,14 @@ def _stack(items: Sequence[Any], path: str) -> Any:
     if isinstance(first, Mapping):
         return {k: _stack([item[k] for item in items], f"{path}.{k}") for k in first}
     if isinstance(first, tuple | list):
-        return tuple(_stack([item[i] for item in items], f"{path}.{i}") for i in range(len(first)))
+        return _like(first, (_stack([item[i] for item in items], f"{path}.{i}") for i in range(len(first))))
     return _tensor(items, path)
+
+
+def _like(given: Sequence[Any], parts: Iterable[Any]) -> Any:
+    """The parts as a tuple, or as the named tuple that was given."""
+    make: Callable[[Iterable[Any]], Any] = getattr(given, "_make", tuple)
+    return make(parts)
 
 
 def _tensor(items: Sequence[Any], path: str, advice: str = "") -> torch.Tensor | None:
@@ -181,19 +186,30 @@ def rebuild(tree: Any, path: str, tensors: Mapping[str, torch.Tensor]) -> Any:
         found = {k: rebuild(v, f"{path}.{k}", tensors) for k, v in tree.items()}
         return Row(found) if isinstance(tree, Row) else found
     if isinstance(tree, tuple | list):
-        return tuple(rebuild(v, f"{path}.{i}", tensors) for i, v in enumerate(tree))
+        return _like(tree, (rebuild(v, f"{path}.{i}", tensors) for i, v in enumerate(tree)))
     return None if tree is None else tensors[path]
 
 
 def call_model(model: Any, x: Any) -> Any:
     """`model(x)`, `model(*x)` or `model(**x)`; of rows without the label, if forward has no parameter for it."""
-    if isinstance(x, Row):
-        x = _taken(model, x)
     if isinstance(x, Mapping):
-        return model(**x)
+        _refuse_whole(model, x)
+        return model(**(_taken(model, x) if isinstance(x, Row) else x))
     if isinstance(x, tuple | list):
         return model(*x)
     return model(x)
+
+
+def _refuse_whole(model: Any, x: Mapping[str, Any]) -> None:
+    """UsageError where forward has one argument, for all of the dict."""
+    (first, *others) = inspect.signature(model.forward).parameters.values() or [None]
+    if others or first is None or first.kind is not first.POSITIONAL_OR_KEYWORD or first.default is not first.empty:
+        return
+    if first.name not in x:
+        raise UsageError(
+            f"what a dict holds goes to the model by name, and forward of {type(model).__name__} has one argument, {first.name!r}: "
+            f"give the whole dict in a tuple, data[i] = (({{{next(iter(x), '')!r}: ...}},), y), or have Job(collate=FUNCTION) do so"
+        )
 
 
 def _taken(model: Any, row: Row) -> dict[str, Any]:
@@ -210,16 +226,3 @@ def _taken(model: Any, row: Row) -> dict[str, Any]:
             f"{names:.200}: take that out of the rows, or Job(collate=FUNCTION) makes (x, y) of a list of them"
         )
     return {name: value for name, value in row.items() if name in parameters}
-
-
-def tensors_of(output: Any) -> list[tuple[tuple[Any, ...], torch.Tensor]]:
-    """The tensors in a model's output with their paths; what is neither tensor nor container (a cache) is left out."""
-    if isinstance(output, torch.Tensor):
-        return [((), output)]
-    if isinstance(output, Mapping):
-        return [((k, *p), t) for k, v in output.items() for p, t in tensors_of(v)]
-    if isinstance(output, tuple | list):
-        return [((i, *p), t) for i, v in enumerate(output) for p, t in tensors_of(v)]
-    if dataclasses.is_dataclass(output) and not isinstance(output, type):
-        return [((f.name, *p), t) for f in dataclasses.fields(output) for p, t in tensors_of(getattr(output, f.name))]
-    return []

@@ -19,7 +19,7 @@ import torch
 
 from meshcee.capture import StageSpec, Value
 from meshcee.errors import NonFiniteLossError, ProtocolError
-from meshcee.job import seed_of
+from meshcee.job import WEIGHS_NOTHING, seed_of
 from meshcee.role import Piece, Place, StageFlops
 from meshcee.sampling import NO_STEP
 from meshcee.schedule import Kind, StageView, choose
@@ -347,10 +347,10 @@ class Executor:
             if weight == 0 and len(self.place.group) > 1:
                 value = 0.0  # our rows hold no target that counts, so their mean is 0 / 0
             if not math.isfinite(value):
+                advice = "Lower the learning rate, set clip_norm, or look at this batch"
                 raise NonFiniteLossError(
                     f"the loss of step {round.step + 1}, micro-batch {round.first + micro + 1} is {value}; "
-                    "the step was not applied. "
-                    "Lower the learning rate, set clip_norm, or look at this batch"
+                    f"the step was not applied. {WEIGHS_NOTHING if weight == 0 else advice}"
                 )
             if self.place.fused:
                 with self._finishing(round, micro):

@@ -67,6 +67,17 @@ def itself(model: Net) -> Loss:
     return lambda out, y: F.cross_entropy(out, y) + 0.1 * weight.norm()
 
 
+class Regularised(nn.Module):
+    """A loss that holds the model: its parameters are the model's own."""
+
+    def __init__(self, model: Net) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return penalty(self.model)(out, y)
+
+
 def hooked(model: Net) -> Loss:
     model.b.register_forward_hook(lambda module, args, out: model.seen.__setitem__("b", out))
     return lambda out, y: F.cross_entropy(out, y) + 0.1 * model.seen["b"].pow(2).mean()
@@ -78,6 +89,7 @@ LOSSES: dict[str, Callable[[Net], Loss]] = {
     "a method of the model": lambda model: model.loss,
     "a partial function": lambda model: partial(decayed, model),
     "a hook that keeps features": hooked,
+    "a module that holds the model": Regularised,
 }
 
 

@@ -72,6 +72,14 @@ def sampled(m: Layers, h: torch.Tensor) -> torch.Tensor:
     return torch.distributions.Normal(h, F.softplus(h) + 0.1, validate_args=True).rsample()
 
 
+def halves(m: Layers, h: torch.Tensor) -> torch.Tensor:
+    """Of two views of every sample, as SimCLR has them: what refusals say in place of chunk and split."""
+    z = torch.cat([h, h.flip(1)])
+    n = z.shape[0] // 2
+    one, other = torch.split(z, [n, n])
+    return one * other + z[:n] * z[n:]
+
+
 def channels_last(m: Layers, h: torch.Tensor) -> torch.Tensor:
     """torch's kernel ends the process if it is asked for the gradients of such a norm's weights alone."""
     for _ in range(2):
@@ -102,6 +110,8 @@ CASES: dict[str, Then] = {
     "integers like a tensor": lambda m, h: h + 0.1 * torch.randint_like(h, 0, 3),
     "experts in one product": grouped,
     "another way for many samples": many_at_once,
+    "halves of two views": halves,
+    "the number of samples as a tensor": lambda m, h: h / torch.full((), h.shape[0] + 1).log(),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 import random
 import sys
 from collections.abc import Callable
@@ -104,7 +105,31 @@ def grows(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
 
 
 def drops_layers(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
-    return h if torch.rand([]) < 0.1 else linear(h)
+    layerdrop = 0.1
+    return h if torch.rand([]) < layerdrop else linear(h)
+
+
+def flips(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    return h.flip(-1) if torch.rand(1) < 0.5 else h
+
+
+def chunks(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    one, other = torch.cat([h, h.flip(1)]).chunk(2)
+    return one * other
+
+
+def splits(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    one, other = torch.split(torch.cat([h, h.flip(1)]), h.shape[0])
+    return one * other
+
+
+def begins(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    first = torch.zeros(4, h.shape[0], requires_grad=True).T
+    return h + first
+
+
+def mixes(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    return h * torch.distributions.Beta(0.4, 0.4).sample()
 
 
 def differentiates(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
@@ -173,6 +198,29 @@ REFUSED = {
         rf"changes parameter 'linear\.weight' in place at .*{HERE} `linear\.w",
     ),
     "layers left out by chance": (drops_layers, rf"{HERE} .*left out by chance.*set layerdrop to 0"),
+    "a branch by chance": (
+        flips,
+        rf"{HERE} .*: a number that is drawn decides .*; .*torch\.where\(torch\.rand\(\(\)\) < 0\.5, a, b\), or augment in data",
+    ),
+    "two halves by chunk": (
+        chunks,
+        rf"{HERE} .*a part of the number of samples; take the parts as z\[:n\] and z\[n:\]",
+    ),
+    "two halves by split": (splits, rf"{HERE} .*a part of the number of samples; .*torch\.split\(z, \[n, n\]\)$"),
+    "a state that wants a gradient": (begins, rf"requires_grad is set in forward at .*{HERE}, .*; leave it out$"),
+    "a tensor of the number of samples": (
+        lambda _, h: h / torch.tensor(h.shape[0]),
+        rf"a tensor is made of a number of samples at .*{HERE}; divide by x\.shape\[0\] itself",
+    ),
+    "Python's math of the number of samples": (
+        lambda _, h: h / math.log(h.shape[0] + 1),
+        rf"{HERE} .*: Python computes with the number of samples; .*torch\.full\(\(\), x\.shape\[0\]\), as \.log\(\) does",
+    ),
+    "numpy's math of the number of samples": (
+        lambda _, h: h / np.log(h.shape[0]),
+        rf"{HERE} .*: numpy computes with a size; divide by x\.shape\[0\] itself",
+    ),
+    "mixup in forward": (mixes, rf"a Beta or Dirichlet distribution is drawn at .*{HERE} .*data\[i\] or Job\.collate"),
     "a gradient inside": (
         differentiates,
         rf"\(torch\.autograd\) at .*{HERE}.*gradients of the loss only; write the deriv",
@@ -268,7 +316,7 @@ REFUSED = {
     "Python's random": (lambda _, h: h * random.random(), rf"draws from Python's random at .*{HERE} .*torch\.where\("),
     "numpy's random": (
         lambda _, h: h * float(np.random.rand()),
-        rf"draws from Python's numpy\.random at .*{HERE} .*torch\.rand",
+        rf"draws from Python's numpy\.random at .*{HERE} .*torch\.rand.*draw mixup's lambda in Job\.collate",
     ),
     "an activation that wants a gradient": (
         lambda linear, h: linear(h.detach().requires_grad_()),
@@ -367,8 +415,32 @@ def test_modules_that_are_not_ready_are_told_before_anything_is_traced() -> None
 def test_a_loss_with_a_parameter_is_refused() -> None:
     loss = nn.Module()
     loss.scale = nn.Parameter(torch.ones(()))
-    with pytest.raises(CaptureError, match=r"the loss has a parameter 'scale'.*a part of the model"):
+    with pytest.raises(
+        CaptureError, match=r"the loss has a parameter 'scale', which is none of the model's.*a part of the"
+    ):
         capture(dataclasses.replace(job_of(nn.Linear(4, 4)), loss=loss))
+    teacher = nn.Module()
+    teacher.net = nn.Linear(4, 4)
+    with pytest.raises(
+        CaptureError, match=r"'net\.weight', which is none .* as a teacher's, say \.requires_grad_\(False\)"
+    ):
+        capture(dataclasses.replace(job_of(nn.Linear(4, 4)), loss=teacher))
+
+
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_a_parameter_with_the_name_of_an_input_is_to_be_renamed(name: str) -> None:
+    model = Calls(lambda linear, h: h * getattr(model, name))
+    setattr(model, name, nn.Parameter(torch.ones(4)))
+    with pytest.raises(
+        CaptureError, match=rf"^'{name}' of the model has the name of an input.*: rename '{name}' in the model$"
+    ):
+        capture(job_of(model))
+    inner = nn.Module()
+    inner.x = nn.Linear(4, 4)
+    inner.forward = lambda weight: inner.x(weight)
+    job = job_of(inner)
+    with pytest.raises(CaptureError, match=r"^'x\.weight' of the model .*: rename 'x' in the model$"):
+        capture(dataclasses.replace(job, data=[({"weight": x}, y) for x, y in job.data]))
 
 
 def test_a_loss_that_writes_a_buffer_of_its_own_is_refused() -> None:

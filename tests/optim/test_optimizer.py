@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,6 +33,17 @@ def test_options_that_are_not_data_are_refused() -> None:
         Optimizer("SGD", params=nn.Linear(1, 1).parameters())
     with pytest.raises(UsageError, match=r"optimizer SGD: .*no_such_option"):
         Optimizer("SGD", lr=0.1, no_such_option=1).build({"w": nn.Parameter(torch.zeros(1))})
+
+
+def test_numbers_of_numpy_are_pythons() -> None:
+    optimizer = Optimizer(
+        "AdamW", lr=np.float32(0.5), betas=(np.float64(0.5), 0.75), groups={"*": {"lr": np.float32(2)}}
+    )
+    assert json.loads(json.dumps(optimizer.to_json())) == optimizer.to_json() | {
+        "options": {"lr": 0.5, "betas": [0.5, 0.75]}
+    }
+    assert [type(optimizer.options["lr"]), type(optimizer.groups["*"]["lr"])] == [float, float]
+    assert optimizer.options["betas"] == (0.5, 0.75)
 
 
 def test_groups_go_by_the_first_pattern_that_matches() -> None:

@@ -9,16 +9,18 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import default_collate
 
 from meshcee.errors import UsageError
-from meshcee.sampling import batched
+from meshcee.sampling import batched, call_model, inputs_of, rebuild
 from meshcee.sampling.order import draw, read
 
 
@@ -153,6 +155,23 @@ def test_a_collate_may_change_its_samples() -> None:
     assert not sample["array"].any()
 
 
+class Boxes(NamedTuple):
+    corners: torch.Tensor
+    kind: int
+
+
+@pytest.mark.parametrize("collates", [False, True])
+def test_a_named_tuple_stays_one(collates: bool) -> None:
+    """As torch's default_collate has it."""
+    samples = [(torch.ones(2), {"boxes": Boxes(torch.ones(4) * i, i)}) for i in range(3)]
+    _, y = batched(samples, 0, collate=default_collate if collates else None)
+    assert type(y["boxes"]) is Boxes
+    assert y["boxes"].kind.tolist() == [0, 1, 2]
+    again = rebuild(y, "y", {name: tensor[1:] for name, tensor in inputs_of((None, y)).items()})
+    assert type(again["boxes"]) is Boxes
+    assert again["boxes"].corners.tolist() == [[1.0] * 4, [2.0] * 4]
+
+
 def test_rows_that_are_dicts_are_a_pair() -> None:
     rows = [{"ids": [i, 2], "mask": None, "label": i} for i in range(3)]
     x, y = batched(rows, 0)
@@ -167,3 +186,22 @@ def test_rows_that_are_dicts_are_a_pair() -> None:
         batched([rows[0], {"ids": [1, 2], "label": 1}], 0)
     with pytest.raises(UsageError, match=r"must be a pair .* and is a dict"):
         batched([(1, 2), rows[0]], 0)
+
+
+class Whole(nn.Module):
+    def forward(self, batch: Any) -> Any:
+        return batch["image"] + 1
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_a_forward_that_takes_a_whole_dict_is_told_how_to_give_it(rows: bool) -> None:
+    samples: list[Any] = [{"image": 1.0, "label": 0}, {"image": 2.0, "label": 1}]
+    if not rows:
+        samples = [({"image": row["image"]}, row["label"]) for row in samples]
+    with pytest.raises(
+        UsageError,
+        match=r"of Whole has one argument, 'batch': .* in a tuple, data\[i\] = \(\(\{'image': \.\.\.\},\), y\)",
+    ):
+        call_model(Whole(), batched(samples, 0)[0])
+    x, _ = batched([(({"image": i},), i) for i in range(2)], 0)
+    assert call_model(Whole(), x).tolist() == [1, 2]

@@ -35,6 +35,8 @@ from meshcee.user_code import Place, avoided, is_ours, place_in
 
 __all__ = [
     "AFTER_ONE_BATCH",
+    "COUNT",
+    "GRADIENT_SET",
     "RANKS",
     "Watched",
     "explain",
@@ -77,10 +79,12 @@ def instead(place: Place, advice: str) -> str:
     return avoided(place.library) if place.library else advice
 
 
+COUNT = "divide by x.shape[0] itself, or compute with the tensor torch.full((), x.shape[0]), as .log() does, or with a fixed number"
+
 # What torch says -> what went wrong (None: its own words) and what to do.
 _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     (
-        r"(?i:layer_?drop)|torch\.rand\(|dropout_prob",
+        r"(?i:layer_?drop)|dropout_probability",
         "layers are left out by chance, as a number that is drawn says",
         "set layerdrop to 0 (in configurations of transformers: layerdrop, encoder_layerdrop and decoder_layerdrop)",
     ),
@@ -98,6 +102,11 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
         r"expert",
         "experts compute the rows that are sent to them, as many as the data say",
         "compute every row with every expert and a mask, or all at once with torch.nn.functional.grouped_mm",
+    ),
+    (
+        r"(?:\.|\b)(?:rand|randn|randint|bernoulli|uniform_)\(",
+        "a number that is drawn decides what is computed",
+        "compute both and choose with torch.where(torch.rand(()) < 0.5, a, b), or augment in data[i]",
     ),
     (
         r"data-dependent|unbacked|GuardOnDataDependent",
@@ -121,6 +130,7 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
         "use .detach(), or register_buffer in a module of the model, where what the loss updates belongs too; or run one batch "
         "through the model before you make the job, if its first call fills a cache",
     ),
+    (r"type SymInt which has no callable", "numpy computes with a size", COUNT),
     (r"device.*meta|meta.*device", None, "create tensors on the device of the input"),
     (
         r"Constraints violated.*max=(\d+)",
@@ -134,7 +144,8 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     ),
 )
 _BY_VALUE = "data-dependent|unbacked|GuardOnDataDependent"
-_ONLY_BY_VALUE = 4  # the first entries of _ADVICE tell what the line is about, and say so only of what values decide
+_CONFIGURED = 4  # the first entries of _ADVICE say what a library's user can do too
+_ONLY_BY_VALUE = 5  # the first entries of _ADVICE tell what the line is about, and say so only of what values decide
 
 
 def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
@@ -163,17 +174,20 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
             continue
         if (found := re.search(pattern, about, re.DOTALL)) is not None:
             problem, advice = (words or problem).format(*found.groups()), known.format(*found.groups())
-            if number < _ONLY_BY_VALUE:
+            if number < _CONFIGURED:
                 return CaptureError(f"the model cannot be captured{at}: {problem}; {advice}")
             break
     return CaptureError(f"the model cannot be captured{at}: {problem}; {instead(at, advice)}")
 
 
 _PART = re.compile(r"//|(?:Trunc|Floor|Ceil|Round)ToInt")
+_SPLITS = re.compile(r"\b(?:chunk|(?:tensor_)?split)\(")
 RANKS = (
     "keep all samples and weigh them: after l = l.sort(descending=True).values, the mask torch.arange(l.shape[0]) < "
     "l.shape[0] // 2 has the larger half"
 )
+PARTS = "take the parts as z[:n] and z[n:] with n = z.shape[0] // 2, or by torch.split(z, [n, n])"
+GRADIENT_SET = "requires_grad is set in forward{at}, which a graph does not hold, and no weight needs it; leave it out"
 ONE_LENGTH = "pad all samples to one length, in the data or in collate"
 
 
@@ -182,6 +196,13 @@ def _loops(code: str) -> bool:
     asked = {frame.name for frame in _inside(traceback.extract_stack()) if is_ours(frame.filename)}
     over = "__iter__" in asked or "range(len(" in code or ("range(" in code and "__index__" in asked)
     return over and re.search(r"\bfor\b.+\bin\b", code) is not None
+
+
+def _computes(code: str) -> bool:
+    """Whether this line has fixed the number of samples by a Python number that it wants of it."""
+    asks = itertools.pairwise(_inside(traceback.extract_stack()))
+    asked = any(inner.name == "__index__" and not is_ours(outer.filename) for outer, inner in asks)
+    return "as_tensor(" in code or (asked and "len(" not in code)
 
 
 class Watched(logging.Handler):
@@ -207,7 +228,8 @@ class Watched(logging.Handler):
         if said.startswith("create_symbol") and given[2].endswith(".size()[0]"):
             self._samples.add(given[0])
         if "[guard added]" in said and _PART.search(given[1]) and set(re.findall(r"\bs\d+", given[1])) <= self._samples:
-            self.fix("generated guard", "a size or a branch follows from a part of the number of samples", RANKS)
+            advice = PARTS if _SPLITS.search(_here().text) else RANKS
+            self.fix("generated guard", "a size or a branch follows from a part of the number of samples", advice)
         if not self.at.text and said.startswith("set_replacement") and "singleton" in record.getMessage():
             self.at = _here()
             if given[0] not in self._samples and any(f.filename == rnn.__file__ for f in traceback.extract_stack()):
@@ -218,6 +240,8 @@ class Watched(logging.Handler):
                 )
             if given[0] in self._samples and _loops(self.at.text):
                 self.fix("specialized", "a Python loop goes over the samples", "compute on the whole batch at once")
+            elif given[0] in self._samples and _computes(self.at.text):
+                self.fix("specialized", "Python computes with the number of samples", COUNT)
 
     def fix(self, word: str, how: str, advice: str) -> None:
         if word not in self.fixes:
@@ -290,6 +314,12 @@ _KNOWN = (
         "for ids of one length nn.Embedding(...)(ids).mean(1) does the same, or .sum(1) with mode='sum'",
     ),
     ("embedding", "max_norm", "an nn.Embedding writes its weights when it is read{} (max_norm)", "leave out max_norm"),
+    (
+        "_sample_dirichlet",
+        "",
+        "a number of a Beta or Dirichlet distribution is drawn{}, for which peers have no operator",
+        "draw it in data[i] or Job.collate, as mixup's lambda, and give it with x or y",
+    ),
     ("embedding", "sparse", "an nn.Embedding makes sparse gradients{}", "sparse=False trains the same"),
 )
 
@@ -310,10 +340,8 @@ class _Looking(TorchFunctionMode):
         set_now = func is torch.Tensor.requires_grad_ and not args[0].requires_grad and args[1:] != (False,)
         made = set_now and not isinstance(args[0], nn.Parameter)  # by forward
         if made and sys._getframe(1).f_code.co_filename != nn.parameter.__file__:
-            raise CaptureError(
-                f"requires_grad is set in forward{_here()}, which a graph does not hold, and no weight needs it; leave it out "
-                "(model.disable_input_require_grads() of Hugging Face)"
-            )
+            words = GRADIENT_SET.format(at=_here())
+            raise CaptureError(f"{words} (model.disable_input_require_grads() of Hugging Face)")
         if func == _DATA and Watched.now is not None and not Watched.now.data.text:
             Watched.now.data = _here()
         for given in args:
@@ -367,10 +395,13 @@ def _hooked(what: str) -> CaptureError:
 
 def refuse_modules(model: nn.Module, loss: Any) -> None:
     """Raise CaptureError for what can be seen before the model is traced."""
-    if isinstance(loss, nn.Module) and (own := [n for n, p in loss.named_parameters() if p.requires_grad]):
+    held = dict(loss.named_parameters()) if isinstance(loss, nn.Module) else {}
+    known = {id(p) for p in model.parameters()}
+    if own := [name for name, p in held.items() if p.requires_grad and id(p) not in known]:
         raise CaptureError(
-            f"the loss has a parameter {own[0]!r}, and only the model's are trained; make the loss a part of the model, which "
-            "then returns it, and give Job(loss=lambda output, target: output)"
+            f"the loss has a parameter {own[0]!r}, which is none of the model's, and only those are trained; where it shall stay "
+            "as it is, as a teacher's, say .requires_grad_(False) of the module that has it; else make the loss a part of the "
+            "model, which then returns it, and give Job(loss=lambda output, target: output)"
         )
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         if is_lazy(tensor):
@@ -417,7 +448,10 @@ def faithful(model: nn.Module) -> Iterator[None]:
     drawn = [name for name, state in _python_generators().items() if state != before[name]]
     if drawn:
         at = drawing.get(drawn[0], Place())
-        advice = instead(at, "draw with torch.rand, and choose with torch.where(torch.rand(()) < 0.5, a, b)")
+        advice = instead(
+            at,
+            "draw with torch.rand, and choose with torch.where(torch.rand(()) < 0.5, a, b); draw mixup's lambda in Job.collate",
+        )
         raise CaptureError(
             f"the model draws from Python's {drawn[0]}{at}, which would be drawn once for all steps; {advice}"
         )

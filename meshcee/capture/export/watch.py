@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from meshcee.capture.export.flatten import is_factory
-from meshcee.capture.export.refusals import AFTER_ONE_BATCH
+from meshcee.capture.export.refusals import AFTER_ONE_BATCH, COUNT, GRADIENT_SET
 from meshcee.capture.export.remember import Remembered
 from meshcee.capture.export.writes import is_copy
 from meshcee.capture.graph import Program, canonical, quiet, resolve, without_out
@@ -49,6 +49,7 @@ class Run:
     reads: dict[str, tuple[str, ...]] = field(default_factory=dict)  # name -> names that its operator read
     at: dict[str, str] = field(default_factory=dict)  # name -> the user's line
     odd: dict[str, str] = field(default_factory=dict)  # name -> what was set around the operator that made it
+    hints: dict[str, str] = field(default_factory=dict)  # name -> why a graph may not have it, if it has not
 
     def end(self, naming: _Naming, loss: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> None:
         self.results["the loss"] = naming.name(loss)
@@ -81,6 +82,7 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._run, self._names, self._seeded = run, names, seeded
         self._held: list[Any] = []  # storages, so that their addresses stay theirs
         self._draws = 0
+        self._born: set[str] = set()  # storages of what forward has made with requires_grad
         self._usual = _surroundings()
 
     def name(self, tensor: torch.Tensor) -> str:
@@ -110,6 +112,7 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
         before = [self.storage(t) for t in given]
         parts = [self.name(p) if isinstance(p, torch.Tensor) else repr(p) for p in tree_leaves((args, kwargs))]
         grads = [t.requires_grad for t in given]
+        self._born.update(own for own, t in zip(before, given) if _is_born(t))
         out = func(*args, **kwargs)
         shared = {t.untyped_storage()._cdata for t in given}
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in shared]
@@ -143,7 +146,22 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._held.append(tensor.untyped_storage())
             self._run.reads[own] = tuple(before)
             self._run.at[own], self._run.odd[own] = line, odd
+            if hint := self._hint(name, before):
+                self._run.hints[own] = hint
         return out
+
+    def _hint(self, operator: str, reads: Sequence[str]) -> str:
+        if born := self._born.intersection(reads):
+            return GRADIENT_SET.format(at=_at(self._run.at.get(min(born), "")))
+        return f"a tensor is made of a number of samples{{at}}; {COUNT}" if operator in _SAME else ""
+
+
+def _is_born(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, nn.Parameter)
+
+
+def _at(line: str) -> str:
+    return f" at {line}" if line else ""
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -428,17 +446,19 @@ class Watch:
                     "write it alike for any number of samples, or choose another micro_batch_size"
                     if few
                     else "torch.export leaves out or changes something that forward does{at}; write it with other torch functions",
+                    graph=True,
                 )
         finally:
             before.put_back()
 
-    def _refuse(self, eager: Run, other: Run, words: str) -> None:
+    def _refuse(self, eager: Run, other: Run, words: str, graph: bool = False) -> None:
         name = eager.first_difference(other)
         if name is None:
             return
-        at = f" at {eager.at[name]}" if eager.at.get(name) else ""
+        at = _at(eager.at.get(name, ""))
         if odd := eager.odd.get(name):
             raise CaptureError(f"forward runs{at} under {odd}, which a graph does not hold; leave it out")
+        words = eager.hints.get(name, words) if graph else words
         if library := library_of(eager.at.get(name, "").rpartition(":")[0]):
             words = f"{words.rpartition(';')[0]}; {avoided(library)}"
         raise CaptureError(words.format(at=at))

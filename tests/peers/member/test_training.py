@@ -129,6 +129,17 @@ async def test_a_loss_that_is_not_finite_ends_the_run_and_names_step_and_micro_b
         await train(job, 3, 6)
 
 
+async def test_a_micro_batch_that_weighs_nothing_is_told_what_the_loss_must_divide_by() -> None:
+    pairs = [Pairs(96)[i] for i in range(96)]
+    data = [(x, -100 if i < 6 else y) for i, (x, y) in enumerate(pairs)]
+    job = make_job(data=data, weight=lambda y: float((y != -100).sum()), sampler=lambda epoch, seed: range(len(data)))
+    says = r"step 1, micro-batch 1 is nan.* weighs 0, .*divide by count\.clamp\(min=1\)$"
+    with pytest.raises(NonFiniteLossError, match=says):
+        await train(job, 3, 6)
+    with pytest.warns(UserWarning, match=says):
+        plain(job, 1, 6)
+
+
 async def test_an_unforeseen_error_of_a_member_is_told_with_its_name_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: StageRunner, *args: object) -> None:
         raise RuntimeError("out of memory")

@@ -14,7 +14,7 @@ from torch import nn
 from tests.rig.habits.registry import WIDTH, Blocks, Convolutions, blocks, habit
 
 
-@habit("img", "cls", refused="layers are left out by chance")
+@habit("img", "cls", refused="a number that is drawn decides what is computed")
 class DepthByTorch(Convolutions):
     """depth by python branch on a random number: data-dependent"""
 

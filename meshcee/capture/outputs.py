@@ -1,0 +1,78 @@
+"""A model's output taken apart into tensors, and put together again around others: what a metric and `predict` get.
+
+The idea: tensors alone come back from an evaluation. What else the output holds is kept here as its form: which tuple, which
+keys, which constants. A tensor that is in neither tuple, list, mapping nor dataclass, as those of a cache, is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["put_together", "taken_apart"]
+
+_TENSOR = object()
+_CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
+
+
+class _Output(dict[Any, Any]):
+    """A mapping whose keys are attributes too: `out.logits` and `out["logits"]`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class _LeftOut:
+    """In the place of an object of another class."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        kind = vars(self).get("_kind")  # a copy in the making has none
+        raise AttributeError(
+            f"forward returns a {kind}, and what comes back are tensors in tuples, lists, dicts, named tuples or dataclasses: "
+            f"return {name!r} in one of these"
+        )
+
+
+def taken_apart(output: Any, tensors: list[torch.Tensor]) -> Any:
+    """The form of an output. Its tensors are put behind `tensors`."""
+    if isinstance(output, torch.Tensor):
+        tensors.append(output)
+        return _TENSOR
+    if isinstance(output, tuple | list):
+        return _like(output, [taken_apart(part, tensors) for part in output])
+    if isinstance(output, Mapping):
+        entries = dict(output)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        entries = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
+    else:
+        return output if type(output) in _CONSTANTS else _LeftOut(type(output).__name__)
+    found = {key: taken_apart(value, tensors) for key, value in entries.items()}
+    return _Output((key, value) for key, value in found.items() if not isinstance(value, _LeftOut))
+
+
+def put_together(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """An output of this form with the next of these tensors."""
+    if form is _TENSOR:
+        return next(tensors)
+    if isinstance(form, tuple | list):
+        return _like(form, [put_together(part, tensors) for part in form])
+    if isinstance(form, _Output):
+        return _Output((key, put_together(value, tensors)) for key, value in form.items())
+    return form
+
+
+def _like(given: Sequence[Any], parts: list[Any]) -> Any:
+    """The parts as a named tuple, a tuple or a list."""
+    kind: Any = type(given)
+    if hasattr(kind, "_make"):
+        return kind._make(parts)
+    return parts if isinstance(given, list) else kind(parts) if hasattr(kind, "n_sequence_fields") else tuple(parts)

@@ -1,0 +1,52 @@
+"""Each metric of a job once, on a real micro-batch of `eval_data`, before the first step: or hours may pass before it fails.
+
+The idea: what is wrong with the form of an output or a target fails with any weights, so the job is refused. An error of
+values, as a division by no hits, may be gone once the model is trained, so it is told and the run begins.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from meshcee.capture import Capture
+from meshcee.errors import UsageError
+from meshcee.job import Job
+from meshcee.sampling import NO_STEP, batch_of, generators_put_back
+from meshcee.stage import Chain
+from meshcee.user_code import calling
+
+__all__ = ["try_metrics"]
+
+_OF_VALUES = (ArithmeticError, ValueError)
+
+
+def try_metrics(job: Job, captured: Capture, size: int, say: Callable[[str], None]) -> None:
+    """Raises UsageError with a metric's name and the user's line where it fails on the first micro-batch of `eval_data`."""
+    indices = range(min(size, len(job.eval_data)))
+    with generators_put_back():
+        batch = batch_of(job.eval_data, indices, job.seed, NO_STEP, name="eval_data", collate=job.collate)
+        if said := captured.misfit(captured.inputs_of(batch), forward_only=True):
+            raise UsageError(f"eval_data, micro-batch 1: {said}")
+        _, output = Chain(job, captured, 1).evaluate(batch)
+        for name, metric in job.metrics.items():
+            _try(name, metric, output, batch[1], say)
+
+
+def _try(name: str, metric: Callable[[Any, Any], float], output: Any, target: Any, say: Callable[[str], None]) -> None:
+    try:
+        alone = copy.deepcopy(metric)  # of an object that keeps what it is given
+    except Exception:  # classes raise what they like
+        return
+    what = f"metric {name!r}"
+    try:
+        with calling(what):
+            found = alone(output, target)
+    except UsageError as error:
+        if not isinstance(error.__cause__, _OF_VALUES):
+            raise
+        say(f"before training, {error}; an evaluation that fails ends the run")
+    else:
+        with calling(what):
+            float(found)
