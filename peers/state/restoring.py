@@ -171,7 +171,9 @@ class Lender:
             self.copies = CopyStore()
             self.copies.offered = offered
         if offer.run == self.of or offer.owner == self._owner:  # nobody else learns that it is here
-            self.copies.frozen = frozen
+            wanted = {(dtype, tuple(shape)) for dtype, shape in offer.frozen_state.values()}
+            found = {d: [t for t in tensors if (t.dtype, tuple(t.shape)) in wanted] for d, tensors in frozen.items()}
+            self.copies.frozen = {d: tensors for d, tensors in found.items() if tensors}
         self._frozen, self._owner = {}, offer.owner
         self.of, self._keep_s, self.copies.goes_on = offer.run, offer.terms.regroup_s, True
         return self.copies
@@ -200,7 +202,7 @@ class Lender:
 
     def _thaw(self) -> None:
         """Keep nothing for another job."""
-        self._frozen = {}
+        self._frozen = self.copies.frozen = {}
 
     async def until_read(self) -> None:
         """Whoever leaves lends what another epoch begins with until that has had the time to begin, and has read it."""

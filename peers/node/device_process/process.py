@@ -230,7 +230,7 @@ class DeviceProcess:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch(child))
-                await passing.run(partial(self._hear, child))
+                await passing.run(partial(self._hear, child, group))
         except* StreamClosed:
             pass
         except* ProtocolError as errors:
@@ -269,9 +269,9 @@ class DeviceProcess:
         async with asyncio.timeout(self._begin.timeouts.shutdown_s):
             await stream.send(Frame(messages.FAILED, messages.error_header(error, of=None, step=None)))
 
-    def _hear(self, child: Child, message: Any, handle: int) -> None:
+    def _hear(self, child: Child, group: asyncio.TaskGroup, message: Any, handle: int) -> None:
         if isinstance(message, Check):
-            self._take_check(child, message, handle)
+            self._take_check(child, group, message, handle)
             return
         if handle >= 0:
             os.close(handle)
@@ -307,14 +307,20 @@ class DeviceProcess:
             return _wrong(asked.number, error)
         return Answer(asked.number)
 
-    def _take_check(self, child: Child, asked: Check, memory: int) -> None:
+    def _take_check(self, child: Child, group: asyncio.TaskGroup, asked: Check, memory: int) -> None:
+        """Until its answer, or the end of who has asked."""
+
+        def over(check: asyncio.Task[None]) -> None:
+            self._checks -= 1
+            os.close(memory)
+
         if memory < 0:
             raise ProtocolError("graphs are to be checked, and none came")
         if self._checks >= MOST_CHECKS or sum(asked.sizes) > MOST_GRAPHS * self._graphs.limits.graph_bytes:
             os.close(memory)
             raise ProtocolError("more graphs are to be checked than an offer has, or than wait at once")
         self._checks += 1
-        self._group.create_task(self._check(child, asked, memory))
+        group.create_task(self._check(child, asked, memory)).add_done_callback(over)
 
     async def _check(self, child: Child, asked: Check, memory: int) -> None:
         answer = Answer(asked.number)
@@ -323,9 +329,6 @@ class DeviceProcess:
             await self._graphs.read(graphs)
         except MeshceeError as error:
             answer = _wrong(asked.number, error)
-        finally:
-            self._checks -= 1
-            os.close(memory)
         with contextlib.suppress(StreamClosed):
             child.channel.post(answer)
 
@@ -350,6 +353,8 @@ class DeviceProcess:
 
     def leave(self) -> None:
         self.is_leaving = True
+        if not self.child.channel.closed:
+            self._idle.clear()  # until it says that nobody needs it, or has ended
         self._tell(Leave())
         self.busy_changed.set()
 

@@ -26,7 +26,7 @@ from meshcee.errors import ProtocolError
 from meshcee.files import settled
 from meshcee.job import seeded
 from meshcee.optim import PER_PARAMETER, Optimizer
-from peers.device import Compute, Graphs, measure_device
+from peers.device import Compute, Graphs, finished, measure_device
 from peers.device.worker.confine import die_with
 from peers.device.worker.packets import Confinement, sealed
 from peers.measure import lend_profiles
@@ -95,10 +95,13 @@ class _Graphs(Graphs):
         self._turns = asyncio.Semaphore(MOST_CHECKS)
 
     async def read(self, graphs: Sequence[bytes]) -> list[Program]:
+        await finished(self._check(graphs))  # the peer goes on with it, whoever waits here
+        return await asyncio.to_thread(lambda: [decode_program(graph, self.limits, checked=True) for graph in graphs])
+
+    async def _check(self, graphs: Sequence[bytes]) -> None:
         async with self._turns:
             memory = sealed(graphs)  # a copy in memory; made by a thread, it would stay open where this is cancelled
             await self._questions.ask(Check, memory, sizes=tuple(map(len, graphs)))
-        return await asyncio.to_thread(lambda: [decode_program(graph, self.limits, checked=True) for graph in graphs])
 
 
 GiveUp = tuple[Callable[[Begin], Confinement], Callable[[Begin, Confinement, int], Confinement]]

@@ -199,5 +199,8 @@ class Passing:
             await asyncio.sleep(RATES_EVERY_S)
             now = stream.sent_bytes, stream.received_bytes
             if now != before:
-                self._channel.post(Rates(number, *stream.rates(), stream.under_way()))
+                try:
+                    self._channel.post(Rates(number, *stream.rates(), stream.under_way()))
+                except StreamClosed:  # the other process has gone: the ways end by themselves, after the last word
+                    return
             before = now

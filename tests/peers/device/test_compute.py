@@ -1,13 +1,16 @@
 """The emulated device: what is paced takes its time, and no call makes the next one late."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from peers.device.compute import Compute, Pace
 from peers.device.emulation.pace import HANG_FILE, paced
+from peers.member.executor import Executor
 
 
 async def test_paced_calls_one_after_the_other_take_the_sum_of_their_times_and_no_more() -> None:
@@ -47,3 +50,22 @@ async def test_a_paced_device_hangs_for_good_once_its_file_is_there(
                     await compute.run(lambda: 7, flops=1.0)
             file.unlink(missing_ok=True)  # which changes nothing any more
         assert await compute.run(lambda: 7) == 7  # what is no work of the device
+
+
+async def test_a_stage_is_freed_behind_a_kernel_that_outlasts_whoever_waits_for_it() -> None:
+    """Else the next epoch's stage would be built beside it."""
+    runner = SimpleNamespace(is_closed=False)
+    runner.close = lambda: setattr(runner, "is_closed", True)
+    kernel = threading.Event()
+    async with Compute() as compute:
+        executor = Executor.__new__(Executor)
+        vars(executor).update(_compute=compute, _runner=runner)
+        running = asyncio.create_task(compute.run(kernel.wait, 30.0))
+        await asyncio.sleep(0.05)
+        running.cancel()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await executor.close()
+        kernel.set()
+        await compute.run(lambda: None)
+        assert runner.is_closed

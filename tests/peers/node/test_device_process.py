@@ -36,6 +36,7 @@ from peers.device.worker.packets import Confinement, sealed
 from peers.node.agent import Agent
 from peers.node.assemble import InProcess, JoinOptions
 from peers.node.device_process import DeviceProcess, confine, process, program, sayings
+from peers.node.device_process.child import Child
 from peers.node.device_process.messages import (
     FROM_DEVICE,
     MOST_CHECKS,
@@ -499,6 +500,48 @@ async def test_it_is_busy_with_a_job_and_idle_after_it(monkeypatch: pytest.Monke
         assert not device.is_busy
 
 
+async def test_it_leaves_once_nobody_reads_what_its_process_still_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with faked(monkeypatch) as (device, child):
+        device.leave()
+        leaving = asyncio.create_task(device.wait_until_unneeded())
+        await child.said(Leave)
+        assert not leaving.done()
+        child.there.post(State(busy=False))
+        await leaving
+
+
+async def test_it_ends_while_graphs_are_being_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    checking = asyncio.Event()
+
+    async def read(self: Graphs, graphs: Any) -> Any:
+        checking.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Graphs, "read", read)
+    async with asyncio.timeout(WAIT_S):
+        async with faked(monkeypatch) as (_, child):
+            child.there.post(Check(7, (3,)), sealed([b"bad"]))
+            await checking.wait()
+
+
+async def test_a_process_pins_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """libgomp does that with a call that it may not make, and ends the process in its first job."""
+    passed: dict[str, str] = {}
+
+    def launch(program: str, far: Any, env: dict[str, str]) -> None:
+        far.close()
+        passed.update(env)
+        raise OSError("not now")
+
+    monkeypatch.setattr("peers.node.device_process.child.launch", launch)
+    for name in ("OMP_PROC_BIND", "GOMP_CPU_AFFINITY", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(name, "true")
+    with pytest.raises(OSError, match="not now"):
+        Child()
+    assert not {"OMP_PROC_BIND", "GOMP_CPU_AFFINITY"} & passed.keys()
+    assert passed["OMP_WAIT_POLICY"] == "true"
+
+
 # -- the process's side, in this one -------------------------------------------------------------------------------------
 
 
@@ -592,6 +635,26 @@ async def test_as_many_graphs_wait_as_the_peer_takes(there: Channel) -> None:
     there.post(Answer(last.number, "it is bad", "PlanError"))
     found = await asyncio.gather(*reading, return_exceptions=True)
     assert [(type(one), str(one)) for one in found] == [(PlanError, "it is bad")] * (MOST_CHECKS + 1)
+
+
+async def test_an_offer_that_is_dropped_makes_no_room_for_checks_before_its_answer(there: Channel) -> None:
+    """The peer counts those that it has not answered, and ends a process that asks for more."""
+    read = FakeMember.made.given["graphs"].read
+    for _ in range(MOST_CHECKS + 4):
+        reading = asyncio.create_task(read([b"graph"]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        reading.cancel()
+    asked = [await there.receive() for _ in range(MOST_CHECKS)]
+    there.post(Ping())
+    assert (await there.receive())[0] == Pong()
+    for check, memory in asked:
+        os.close(memory)
+        there.post(Answer(check.number))
+    for _ in range(4):
+        last, memory = await there.receive()
+        os.close(memory)
+        there.post(Answer(last.number))
 
 
 async def test_what_is_logged_stands_in_the_peers_log_and_is_bounded(
