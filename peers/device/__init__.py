@@ -1,6 +1,6 @@
 """One thread per device is the only door to it (`Compute`); copies of a GPU, the machine around a peer, what a device can do."""
 
-from peers.device.compute import Compute, Pace, finished, one_thread
+from peers.device.compute import Compute, Pace, one_thread
 from peers.device.graphs import Graphs
 from peers.device.kernels import fingerprints
 from peers.device.profile import kernel_class, measure_device, resolve_device
@@ -13,7 +13,6 @@ __all__ = [
     "capability",
     "cores",
     "fingerprints",
-    "finished",
     "host_id",
     "kernel_class",
     "measure_device",

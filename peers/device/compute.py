@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from peers.device.memory import MemoryCount
 if TYPE_CHECKING:
     from peers.device.staging import Staging
 
-__all__ = ["Compute", "Pace", "finished", "one_thread"]
+__all__ = ["Compute", "Pace", "one_thread"]
 
 T = TypeVar("T")
 fills: Any = torch.utils.deterministic
@@ -127,6 +127,10 @@ class Compute:
         future.add_done_callback(self._ended)
         return future
 
+    def behind(self, call: Callable[[], None]) -> asyncio.Future[None]:
+        """Start behind all that was started on either thread; who no longer waits for the result does not undo it."""
+        return asyncio.shield(self.run_aside(lambda: self._pool.submit(call).result()))
+
     def _ended(self, call: object = None) -> None:
         self.running, self.done = self.running - 1, self.done + 1
 
@@ -184,10 +188,3 @@ class Compute:
             ) from error
         staging.mark().synchronize()
         return result
-
-
-async def finished(work: Coroutine[Any, Any, T]) -> T:
-    """What it gives. Where nobody waits for that any more it goes on to its end all the same."""
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return await asyncio.shield(task)

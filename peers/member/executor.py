@@ -24,7 +24,7 @@ from meshcee.role import Piece, Place, StageFlops
 from meshcee.sampling import NO_STEP
 from meshcee.schedule import Kind, StageView, choose
 from meshcee.stage import Boundaries, StageRunner
-from peers.device import Compute, finished
+from peers.device import Compute
 from peers.member.coding import Coding
 from peers.member.inbox import End, Inbox, TakeCopy, named_tensors, norms_of, tensors_of
 from peers.member.settlement import Settlement
@@ -98,12 +98,8 @@ class Executor:
         return self._runner.state_dict() if self._is_untouched and self._compute.device.type == "cpu" else {}
 
     async def close(self) -> None:
-        """Free the stage's memory, behind calls that may still run, also where these take longer than anybody waits."""
-        await finished(self._free())
-
-    async def _free(self) -> None:
-        await self._compute.run_aside(lambda: None)  # sums set gradients in the thread beside
-        await self._compute.run(self._runner.close)
+        """Free the stage's memory behind calls that may still run, sums beside too, also where these outlast whoever waits."""
+        await self._compute.behind(self._runner.close)
 
     async def run(self) -> None:
         """Take rounds until cancelled."""

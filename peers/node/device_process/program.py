@@ -26,7 +26,7 @@ from meshcee.errors import ProtocolError
 from meshcee.files import settled
 from meshcee.job import seeded
 from meshcee.optim import PER_PARAMETER, Optimizer
-from peers.device import Compute, Graphs, finished, measure_device
+from peers.device import Compute, Graphs, measure_device
 from peers.device.worker.confine import die_with
 from peers.device.worker.packets import Confinement, sealed
 from peers.measure import lend_profiles
@@ -64,22 +64,25 @@ class _Questions:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._numbers = itertools.count()
-        self._open: dict[int, asyncio.Future[None]] = {}
+        self._open: dict[int, tuple[asyncio.Future[None], Callable[[], None]]] = {}
 
-    async def ask(self, kind: type[Any], handle: int = -1, **fields: Any) -> None:
-        """Raises the error that the peer answers with, as if it had been raised here."""
+    def ask(
+        self, kind: type[Any], handle: int = -1, over: Callable[[], None] = lambda: None, **fields: Any
+    ) -> asyncio.Future[None]:
+        """Raises the error that the peer answers with, as if it had been raised here. `over` is called with the answer, also where
+        nobody waits for that any more."""
         number = next(self._numbers)
         answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._open[number] = answer
-        try:
-            self._channel.post(kind(number=number, **fields), handle)
-            await answer
-        finally:
-            del self._open[number]
+        self._channel.post(kind(number=number, **fields), handle)
+        self._open[number] = answer, over
+        return answer
 
     def hear(self, answer: Answer) -> None:
-        waits = self._open.get(answer.number)
-        if waits is not None and not waits.done():
+        if (found := self._open.pop(answer.number, None)) is None:
+            return
+        waits, over = found
+        over()
+        if not waits.done():
             if answer.wrong:
                 waits.set_exception(messages.error_from({"error": answer.kind, "message": answer.wrong}))
             else:
@@ -95,13 +98,14 @@ class _Graphs(Graphs):
         self._turns = asyncio.Semaphore(MOST_CHECKS)
 
     async def read(self, graphs: Sequence[bytes]) -> list[Program]:
-        await finished(self._check(graphs))  # the peer goes on with it, whoever waits here
+        await self._turns.acquire()
+        try:  # a copy in memory; made by a thread, it would stay open where this is cancelled
+            checked = self._questions.ask(Check, sealed(graphs), self._turns.release, sizes=tuple(map(len, graphs)))
+        except BaseException:
+            self._turns.release()
+            raise
+        await checked
         return await asyncio.to_thread(lambda: [decode_program(graph, self.limits, checked=True) for graph in graphs])
-
-    async def _check(self, graphs: Sequence[bytes]) -> None:
-        async with self._turns:
-            memory = sealed(graphs)  # a copy in memory; made by a thread, it would stay open where this is cancelled
-            await self._questions.ask(Check, memory, sizes=tuple(map(len, graphs)))
 
 
 GiveUp = tuple[Callable[[Begin], Confinement], Callable[[Begin, Confinement, int], Confinement]]
