@@ -36,6 +36,9 @@ class Event(StrEnum):
     COPIES_OUT_OF_REACH = "copies are out of a member's reach"
     NO_KEEPER = "a stage has no keeper: the peer has no memory for its copies"
     NO_FAR_COPIES = "no copies in other regions: the peer has no memory for them"
+    JOURNAL_OUTGROWN = (
+        "the run's journal has outgrown a peer: a standby that comes once the owner is dead goes on from before"
+    )
     SOURCE_LEFT_OUT = "a source of copies is left out"
     STREAM_CLOSED = "stream.closed"
     STREAM_REFUSED = "stream.refused"
