@@ -39,6 +39,9 @@ class Event(StrEnum):
     CHECKPOINTS_UNREAD = (
         "the disk does not tell which checkpoints there are: the run goes on with what is known of them"
     )
+    JOURNAL_OUTGROWN = (
+        "the run's journal has outgrown a peer: a standby that comes once the owner is dead goes on from before"
+    )
     SOURCE_LEFT_OUT = "a source of copies is left out"
     STREAM_CLOSED = "stream.closed"
     STREAM_REFUSED = "stream.refused"

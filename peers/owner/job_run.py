@@ -150,9 +150,9 @@ class Training:
         self._recovery = Recovery(agent)
         self._stopwatch = Stopwatch()
         self._cadence = Cadence(job.checkpoint_every)
-        self._ledger = Ledger(agent, self._trouble)
+        self._ledger = Ledger(agent, self._trouble, self._journal)
         self._key = secrets.token_hex(16)  # the name by which members know the run, over all its epochs and owners
-        self.copies = Manifest(self._ledger.note)
+        self.copies = Manifest(self._ledger.note, self._ledger.has_told)
         self._noted: list[CopySet] = []  # what an owner that has died knew of them
         self._is_examined = False
         self._devices: Mapping[str, DeviceProfile] = {}  # of the newest plan's members

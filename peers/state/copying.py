@@ -52,15 +52,20 @@ class Copying:
         self._far = FarCopying(self._copies, self._links, chosen.far, start)
 
     def is_due(self, next_step: int) -> bool:
-        """Not before the last is whole and its steps are reported: until then the one before it is needed."""
+        """Not before the last is whole, its steps are reported, and others know: until then the one before it is needed."""
         if not self._keepers and not self._replicas:
             return False  # all have refused
         found = self._copies.newest(next_step)
-        known = found is None or found.next_step <= self.reported
+        known = found is None or (found.next_step <= self.reported and self._copies.is_told(found))
         return self._making is None and known and self._copies.cadence.is_due(next_step, _now_s())
 
-    def forget_before(self, step: int, on_disk: int) -> None:
-        self._copies.forget_before(step, on_disk)
+    def after(self, step: int) -> None:
+        """This step has been reported."""
+        self.reported = step + 1
+        self._copies.newest(self.reported, told=True)
+
+    def forget_before(self, step: int) -> None:
+        self._copies.forget_before(step)
 
     def ask(self, next_step: int) -> CopySet:
         """Every member is asked for a copy."""
@@ -115,15 +120,23 @@ class Copying:
         return {peer for peer, step in owed if step in due}
 
     @property
-    def in_use(self) -> list[int]:
-        """The steps of those that are under way, and of far ones."""
-        return sorted({*self._far.steps, *([] if self._making is None else [self._making.next_step])})
+    def making(self) -> list[int]:
+        """The step of those that are under way, if any are."""
+        return [] if self._making is None else [self._making.next_step]
+
+    @property
+    def far_steps(self) -> list[int]:
+        return self._far.steps
+
+    @property
+    def needed(self) -> list[int]:
+        """The steps of near ones that somebody may have to go back to."""
+        return self._copies.needed(self.reported)
 
     @property
     def since(self) -> int:
-        """The step of the copies that this epoch may have to go back to."""
-        found = self._copies.newest(self.reported, handed=False)
-        return max(self._since, found.next_step if found is not None else 0)
+        """The step of the oldest of them; where there are none, the one that this epoch may need copies from."""
+        return min(self.needed, default=self._since)
 
     def hear(self, link: Link, frame: Frame) -> CopySet | None:
         """COPIED from a holder, or KEPT from a keeper. The copies that all members have described by this."""
@@ -156,6 +169,7 @@ class Copying:
         self._copies.cadence.ended(read_s=self._took_s + self._read_s, made_s=0.0)  # there is no disk to spare
         self._copies.stay_with(self._links if self._far.chosen else ())
         self._copies.add(made)
+        self._copies.newest(self.reported, told=True)
         holders, far = [sorted(stage.holders) for stage in made.stages], bool(self._far.chosen)
         log.debug(Event.COPIES_MADE, next_step=made.next_step, holders=holders, held_by=made.held_by, far=far)
         self._far.take_up(made)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import math
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -22,9 +23,11 @@ import structlog
 
 from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError, NotPermittedError, ProtocolError, UsageError
+from meshcee.events import Event
 from meshcee.files import Home, Run, disk, dumps, loads
 from meshcee.plan import Plan
 from peers.mesh_view import MeshView
+from peers.state.policy import Cadence
 from peers.state.shelf import (
     CHUNK_BYTES,
     COPIES,
@@ -47,8 +50,10 @@ __all__ = ["Found", "Journal", "Mirror", "seek", "shelves", "take"]
 log = structlog.get_logger()
 
 MOST_BYTES = 256 << 20  # of a file that is replaced whole: a digest of each tensor, a few times
+AGAIN = f".{REPORTS}.part"  # in the folder of a run that is followed: its reports, as they are sent once more
 KEEPERS = 2
 AGAIN_S = 10.0  # between two tries to send a shelf the journal
+LONGEST_AGAIN_S = 640.0  # the same where all is sent and nothing comes of it: twice as long each time
 
 
 def shelves(plan: Plan, hosts: Mapping[str, str], owner: str, host: str) -> tuple[str, ...]:
@@ -59,6 +64,16 @@ def shelves(plan: Plan, hosts: Mapping[str, str], owner: str, host: str) -> tupl
     return tuple(sorted(others, key=lambda peer: bool(host) and hosts.get(peer) == host)[:KEEPERS])
 
 
+@dataclass(eq=False)
+class _Reader:
+    """Who is sent the journal: what it was sent, and at which of the owner's questions it last had all that there was."""
+
+    sent: dict[str, _Sent] = field(default_factory=dict)
+    answered: int | None = None  # None: it has not caught up, and nobody waits for it
+    keeps: bool = True  # it has room
+    has_answered: bool = False  # once at least
+
+
 @dataclass
 class _Sent:
     """What a reader has of a file."""
@@ -66,6 +81,36 @@ class _Sent:
     version: int = 0
     size: int = 0
     digest: Any = field(default_factory=hashlib.sha256)
+
+
+class _Readers:
+    """All who are sent the journal, and how often the owner has asked that they have all that there is."""
+
+    def __init__(self, patience_s: float) -> None:
+        self.all: set[_Reader] = set()
+        self.asked = 0
+        self._asked_s = 0.0
+        self._patience_s = patience_s
+        self._has_warned = False
+
+    def ask(self, now_s: float) -> int:
+        self.asked, self._asked_s = self.asked + 1, now_s
+        return self.asked
+
+    def heard(self, number: int, now_s: float) -> bool:
+        """Whether all who had caught up have answered since. Who has not for too long is waited for no longer."""
+        behind = [of for of in self.all if of.answered is not None and of.answered < number]
+        if behind and now_s - self._asked_s > self._patience_s:
+            for of in behind:
+                of.answered = None
+            behind = []
+        return not behind
+
+    def outgrown(self, reader: _Reader, peer: str) -> None:
+        """Of the first one that has no room for the journal the user is told."""
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(Event.JOURNAL_OUTGROWN, peer=peer, bytes=sum(of.size for of in reader.sent.values()))
 
 
 class Journal:
@@ -80,7 +125,8 @@ class Journal:
         self._everywhere = False  # whether peers that we did not choose may keep it
         self._ended = False
         self._followers = 0
-        self._changed = asyncio.Condition()
+        self._readers = _Readers(agent.timeouts.silent_s)
+        self._changed = asyncio.Event()  # another one after each change
         self._shelves: dict[str, asyncio.Task[None]] = {}
         self._left: set[str] = set()  # that were shelves
         self._hearing: set[str] = set()  # shelves with an open stream
@@ -108,19 +154,29 @@ class Journal:
     async def end(self) -> None:
         """The run is over: every follower hears so, and whoever may keep it, as long as that takes no longer than shutdown_s."""
         self._ended = True
-        await self._notify()
+        self._notify()
         try:
             async with asyncio.timeout(self._timeouts.shutdown_s), asyncio.TaskGroup() as group:
                 for peer in self._others():
                     group.create_task(self._have_forgotten(peer))
-                async with self._changed:
-                    await self._changed.wait_for(lambda: not self._followers)
+                while self._followers:
+                    await self._changed.wait()
         except TimeoutError:
             log.info("not everybody has heard that the run is over")
         finally:
             for task in self._shelves.values():
                 task.cancel()
             self._shelves.clear()
+
+    def ask(self) -> int:
+        """Whoever keeps the journal is to have all that is written by now, before long. By this number `heard` knows of it."""
+        number = self._readers.ask(asyncio.get_running_loop().time())
+        self._notify()
+        return number
+
+    def heard(self, number: int) -> bool:
+        """Whether all who keep the journal have it since, but those who have not answered for silent_s."""
+        return self._readers.heard(number, asyncio.get_running_loop().time())
 
     def _others(self) -> set[str]:
         """Who may keep the journal and does not hear of its end by itself.
@@ -146,23 +202,28 @@ class Journal:
 
     async def _send_to(self, peer: str) -> None:
         """Have this peer keep the journal until the run is over."""
+        pause_s = AGAIN_S
         while not self._ended:
+            reader: _Reader | None = None
             try:
                 stream = await self._open(peer)
+                reader = _Reader()
                 self._followers += 1
                 self._hearing.add(peer)
                 try:
-                    await self._tell(stream, self._job)
+                    await self._tell(stream, self._job, reader)
                     await stream.aclose()
                 finally:
                     self._followers -= 1
                     self._hearing.discard(peer)
                     stream.abort()
-                    await self._notify()
+                    self._notify()
                 return
             except (MeshceeError, StreamClosed, TimeoutError, OSError) as error:
                 log.info("a peer does not keep the run's journal", peer=peer, error=str(error))
-            await asyncio.sleep(AGAIN_S)
+            in_vain = reader is not None and not reader.has_answered
+            pause_s = min(2 * pause_s, LONGEST_AGAIN_S) if in_vain else AGAIN_S
+            await asyncio.sleep(pause_s)
 
     async def _serve(self, stream: Stream) -> None:
         stream.max_payload_bytes = 0
@@ -174,30 +235,55 @@ class Journal:
         self._followers += 1
         try:
             with contextlib.suppress(StreamClosed):
-                await self._tell(stream, job)
+                await self._tell(stream, job, _Reader())
         finally:
             self._followers -= 1
-            await self._notify()
+            self._notify()
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-    async def _tell(self, stream: Stream, job: str) -> None:
-        sent: dict[str, _Sent] = {}
-        while True:
-            over = self._ended  # what is written before that is sent before the end is told of
-            if self._run is not None and job == self._job:
-                news = [await self._send(stream, self._run, name, sent) for name in FILES]
-                if any(news):
-                    await stream.send(Frame(messages.SEALED, {}, [self._seal(self._run, sent)]))
-            if over:
-                await stream.send(self._over())
-                return
-            await stream.send(Frame(messages.PONG))  # that we live, also where nothing has changed
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._timeouts.beat_s), self._changed:
-                    await self._changed.wait_for(lambda: self._ended)
+    async def _tell(self, stream: Stream, job: str, reader: _Reader) -> None:
+        """All that there is, and what comes: at once where copies wait for that, as far as this costs little, else at each beat."""
+        loop, beat_s = asyncio.get_running_loop(), self._timeouts.beat_s
+        self._readers.all.add(reader)
+        try:
+            while True:
+                over = self._ended  # what is written before that is sent before the end is told of
+                asked, began_s = self._readers.asked, loop.time()
+                if self._run is not None and job == self._job and reader.keeps:
+                    await self._bring(stream, self._run, reader)
+                    reader.answered = asked if reader.keeps else None
+                if over:
+                    await stream.send(self._over())
+                    return
+                await stream.send(Frame(messages.PONG))  # that we live, also where nothing has changed
+                rest_s = min((loop.time() - began_s) / Cadence.SHARE, beat_s)
+                await self._wait(rest_s)
+                await self._wait(beat_s - rest_s, asked)
+        finally:
+            self._readers.all.discard(reader)
+
+    async def _wait(self, limit_s: float, asked: float = math.inf) -> None:
+        """Until the run is over, or somebody asks once more than so often."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while not self._ended and self._readers.asked <= asked:
+                    await self._changed.wait()
+
+    async def _bring(self, stream: Stream, run: Run, reader: _Reader) -> None:
+        """What is new, and its seal; the other side answers that."""
+        news = [await self._send(stream, run, name, reader.sent) for name in FILES]
+        if not any(news):
+            return
+        await stream.send(Frame(messages.SEALED, {}, [self._seal(run, reader.sent)]))
+        frame = await stream.recv()
+        if frame.kind != messages.KEPT:
+            raise ProtocolError(f"a keeper of the journal sent a frame of kind {frame.kind!r}, which answers no seal")
+        reader.keeps, reader.has_answered = need(frame.header, "kept", bool), True
+        if not reader.keeps:
+            self._readers.outgrown(reader, stream.peer_id)
 
     def _over(self) -> Frame:
         if self._run is None:
@@ -242,6 +328,10 @@ def _version(name: str, found: os.stat_result) -> tuple[int, int]:
     return found.st_ino if name == REPORTS else found.st_mtime_ns, found.st_size
 
 
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
 def _read(file: BinaryIO, at: int, count: int) -> bytes:
     file.seek(at)
     return file.read(count)
@@ -260,6 +350,7 @@ class Mirror:
         self._run: Run | None = None
         self._coming: dict[str, bytearray] = {}  # files that are not whole yet
         self._reports_bytes = 0
+        self._again_bytes: int | None = None  # of reports that are sent once more, beside those that are here
 
     @property
     def run(self) -> Run | None:
@@ -279,6 +370,7 @@ class Mirror:
                 await asyncio.to_thread(self.take, frame)
             elif frame.kind == messages.SEALED:  # its stream proves who sent it
                 caught_up()
+                await stream.send(Frame(messages.KEPT, {"kept": True}))
             elif frame.kind != messages.PONG:
                 raise ProtocolError(f"the owner sent a frame of kind {frame.kind!r}, which has no meaning to a standby")
 
@@ -289,14 +381,7 @@ class Mirror:
             raise ProtocolError("the owner sent a file that a standby does not keep")
         run = self._folder(need(header, "run", str))
         if name == REPORTS:
-            path = run.folder / REPORTS
-            if at not in (0, self._reports_bytes):
-                raise ProtocolError("the owner left out some of the run's reports")
-            if at == 0:
-                disk.write_whole(path, data)
-            else:
-                disk.append(path, data)
-            self._reports_bytes = at + len(data)
+            self._take_reports(run.folder, data, at, size)
             return
         coming = self._coming.setdefault(name, bytearray())
         if at == 0:
@@ -307,6 +392,24 @@ class Mirror:
         if len(coming) == size:
             whole = bytes(self._coming.pop(name))
             disk.write_whole(run.folder / name, self._own(whole) if name == INFO else whole)
+
+    def _take_reports(self, folder: Path, data: bytes, at: int, size: int) -> None:
+        """Those that are sent once more wait beside the others until they are as long, or all: the owner may die meanwhile."""
+        path, beside = folder / REPORTS, folder / AGAIN
+        if at == 0:
+            self._again_bytes = 0
+            disk.write_whole(beside, b"")
+        if at != (self._reports_bytes if self._again_bytes is None else self._again_bytes):
+            raise ProtocolError("the owner left out some of the run's reports")
+        disk.append(path if self._again_bytes is None else beside, data)
+        if self._again_bytes is None:
+            self._reports_bytes += len(data)
+            return
+        self._again_bytes += len(data)
+        if self._again_bytes >= min(size, self._reports_bytes):
+            disk.sync_file(beside)
+            disk.move(beside, path)
+            self._reports_bytes, self._again_bytes = self._again_bytes, None
 
     @property
     def standing(self) -> tuple[int, int]:
@@ -323,7 +426,8 @@ class Mirror:
                 disk.sync_file(folder / name)
                 disk.move(folder / name, run.folder / name)
         disk.write_whole(run.folder / INFO, info)
-        self._reports_bytes = seal.files[REPORTS][0]
+        disk.remove(run.folder / AGAIN)
+        self._reports_bytes, self._again_bytes = seal.files[REPORTS][0], None
 
     def _folder(self, run_id: str) -> Run:
         if self._run is not None and self._run.id == run_id:
@@ -337,7 +441,7 @@ class Mirror:
                 f"`--resume {run_id}` goes on with it"
             )
         disk.make_folder(run.folder)
-        self._run, self._reports_bytes = run, 0
+        self._run, self._reports_bytes, self._again_bytes = run, _size(run.report_file), None
         return run
 
     def _own(self, data: bytes) -> bytes:

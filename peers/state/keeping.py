@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from meshcee.capture import Capture
+from meshcee.config import OWN_COPIES
 from meshcee.files import Trouble
 from meshcee.files.tensor_files import OnDemand
 from meshcee.stage import AVERAGE
@@ -123,9 +124,9 @@ class Keeping:
         """Every member for a copy, if it is of use: for keepers, for the owner, for the next plan."""
         if not (keep or save or hand_over):
             return
-        since, copying = self._since(next_step), self.copying
-        copying.forget_before(since, self.latest.next_step if self.latest is not None else 0)
-        header = {"next_step": next_step, "since": since, "besides": sorted({*self.saving.reading, *copying.in_use})}
+        copying, since, besides = self.copying, self._since(next_step), self._besides(next_step)
+        copying.forget_before(min(copying.needed, default=since))
+        header = {"next_step": next_step, "since": since, "besides": besides}
         if save:
             await self._until(self.saving.settled)
             self.saving.begin(next_step)
@@ -135,11 +136,22 @@ class Keeping:
             await link.outbox.put(Frame(messages.COPY, header))
 
     def _since(self, next_step: int) -> int:
-        """The step of the newest state that members hold and this epoch could go back to; this one where they hold none."""
-        if not self._rely:
+        """From which step on members keep whatever they hold: from none where copies are whole, or none could be gone back to."""
+        if self.copying.needed or not self._rely:
             return next_step
-        latest = self.latest.next_step if self.latest is not None else 0
-        return max(self._start, latest, self.copying.since)
+        return max(self._start, self.latest.next_step if self.latest is not None else 0)
+
+    def _besides(self, next_step: int) -> list[int]:
+        """Of which steps before that they keep copies: of those that somebody may go back to, are being read, or are far ones.
+
+        A checkpoint replaces none of these: it dies with its owner. Its own copies stay where there is room, so as not to come from
+        the disk again.
+        """
+        copying, reading = self.copying, self.saving.reading
+        own = {*copying.needed, *copying.making, *reading}
+        if self.latest is not None and len(own | {next_step}) < OWN_COPIES:
+            own.add(self.latest.next_step)
+        return sorted({*own, *copying.far_steps})
 
     def hear(self, link: Link, frame: Frame) -> bool:
         """Take a member's frame, if it is about copies; whether it is."""
@@ -153,7 +165,7 @@ class Keeping:
     def reported(self, step: int) -> None:
         """This step has been reported, with everything that belongs to it."""
         self.saving.reported(step)
-        self.copying.reported = step + 1
+        self.copying.after(step)
 
     @property
     def latest(self) -> Checkpoint | None:

@@ -20,6 +20,7 @@ from typing import Any
 from meshcee.files import Trouble, disk, dumps, loads
 from meshcee.stage import AVERAGE
 from peers.mesh_view import MeshView
+from peers.state.journal import Journal
 from peers.state.policy import Cadence, FarCadence
 from peers.state.shelf import COPIES
 
@@ -56,6 +57,7 @@ class CopySet:
     missed: int = 0  # epochs that did not find all of it: a link may have failed, or it is gone
     far: bool = False  # whether it outlived the loss of any one region when it was made
     handed: bool = False  # from one plan to the next, which has no copies of its own yet: its makers alone hold it
+    asked: int = field(default=0, compare=False)  # the question by which the run's journal knows of it; 0: none yet
 
     @property
     def holders(self) -> set[str]:
@@ -105,22 +107,32 @@ class CopySet:
 
 
 class Manifest:
-    """All that there are of one job, over its epochs. `tell` is called with those that count when there are others."""
+    """All that there are of one job, over its epochs. `tell` is called with those that count when there are others.
 
-    def __init__(self, tell: Callable[[Sequence[CopySet]], None] = lambda found: None) -> None:
+    `is_told`: whether all who would go on in the owner's place know of these, whose steps are reported; else they are told.
+    """
+
+    def __init__(
+        self,
+        tell: Callable[[Sequence[CopySet]], None] = lambda found: None,
+        is_told: Callable[[CopySet], bool] = lambda copied: True,
+    ) -> None:
         self.cadence, self.far_cadence = Cadence(), FarCadence()
         self._found: list[CopySet] = []  # whole ones, oldest first
         self._tell = tell
+        self.is_told = is_told
 
     def add(self, copied: CopySet) -> None:
-        """It is whole; one older one of its kind is kept, which counts until the steps before this one have been reported. What is
-        handed over behind what was handed over has none: members have no room for that.
+        """It is whole. One older one of its kind is kept, which counts until the steps before this one have been reported. So are
+        near ones from the newest that others than the owner know of. What is handed over behind what was handed over has none:
+        members have no room for that.
         """
         others = [c for c in self._found if c.far != copied.far]
         older = [c for c in self._found if c.far == copied.far and c.next_step < copied.next_step]
+        first = max((k for k, c in enumerate(older) if not c.far and self.is_told(c)), default=-1)
         if copied.handed and self.were_handed:
             older = []
-        self._found = sorted([*others, *older[-1:], copied], key=lambda c: (c.next_step, not c.far))
+        self._found = sorted([*others, *older[first:], copied], key=lambda c: (c.next_step, not c.far))
         self._tell(self._found)
 
     @property
@@ -155,47 +167,74 @@ class Manifest:
         """
         return 0 if self.were_handed and any(not (c.far or c.handed) for c in self._found) else start
 
-    def newest(self, done: int, gone: Collection[str] = (), *, handed: bool = True) -> CopySet | None:
+    def newest(
+        self, done: int, gone: Collection[str] = (), *, handed: bool = True, told: bool = False
+    ) -> CopySet | None:
         """The newest of no step after `done`, of which these who are gone do not hold the last copies.
 
-        Who is gone has lost its copies, even if it comes back. `handed`: what was handed over counts.
+        Who is gone has lost its copies, even if it comes back. `handed`: what was handed over counts; `told`: only what others
+        than the owner know of does.
         """
         for copied in self._found:
             for stage in copied.stages:
                 stage.holders.difference_update(gone)
         usable = (c for c in reversed(self._found) if c.is_usable and (handed or not c.handed))
-        return next((c for c in usable if c.next_step <= done), None)
+        return next((c for c in usable if c.next_step <= done and (not told or self.is_told(c))), None)
+
+    def needed(self, done: int) -> list[int]:
+        """The steps of near ones that somebody may go back to: the owner, or who goes on in its place and knows less."""
+        told = self.newest(done, handed=False, told=True)
+        least = told.next_step if told is not None else 0
+        return sorted({c.next_step for c in self._found if not c.far and c.is_usable and c.next_step >= least})
 
     def forget_after(self, step: int) -> None:
         """Copies of later steps are of a state that was computed wrongly."""
         self._found = [c for c in self._found if c.next_step <= step]
         self._tell(self._found)
 
-    def forget_before(self, step: int, on_disk: int = 0) -> None:
-        """Members are about to. Far ones count until there is another, or as new a state is on the disk."""
-        known = [c.next_step for c in self._found if c.far and c.is_usable and c.next_step <= step]
-        least = max([on_disk + 1, *known])
+    def forget_before(self, step: int) -> None:
+        """Members are about to. Far ones count until there is another; what is on the owner's disk dies with it."""
+        known = [c.next_step for c in self._found if c.far and c.is_usable and c.next_step <= step and self.is_told(c)]
+        least, before = max(known, default=0), self._found[-1:]
         self._found = [c for c in self._found if c.next_step >= (least if c.far else step)]
+        if self._found[-1:] != before:
+            self._tell(self._found)
 
 
 WHAT = "the list of copies that peers hold"
 
 
 class Ledger:
-    """One run's. `note` is called with every new copy; the newest is written, one at a time, in a thread."""
+    """One run's. `note` is called with every new copy; the newest is written, one at a time, in a thread. The run's journal brings
+    it to others.
+    """
 
-    def __init__(self, agent: MeshView, trouble: Trouble) -> None:
+    def __init__(self, agent: MeshView, trouble: Trouble, journal: Journal) -> None:
         self.run = ""  # the name by which members know it
         self.folder: Path | None = None  # of the run; without one nothing is written
         self._agent = agent
         self._trouble = trouble
+        self._journal = journal
+        self._untold: CopySet | None = None  # is to be told once it is written
         self._next: dict[str, Any] | None = None
         self._writing: asyncio.Task[None] | None = None
 
     def note(self, found: Sequence[CopySet]) -> None:
         self._next = {"run": self.run, "copies": [copied.to_json() for copied in found]}
-        if self.folder is not None and (self._writing is None or self._writing.done()):
+        if self.folder is not None and not self._is_writing:
             self._writing = self._agent.spawn(self._write(self.folder))
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    def has_told(self, copied: CopySet) -> bool:
+        """As a manifest's `is_told`. What the disk has refused passes for told: the run goes on."""
+        if not copied.asked and self._is_writing:
+            self._untold = copied
+        elif not copied.asked:
+            copied.asked = self._journal.ask()
+        return copied.asked > 0 and self._journal.heard(copied.asked)
 
     async def _write(self, folder: Path) -> None:
         while (what := self._next) is not None:
@@ -207,6 +246,8 @@ class Ledger:
                 self._trouble.tell(WHAT, error, len(data))
             else:
                 self._trouble.over(WHAT)
+        if self._untold is not None:
+            self._untold.asked, self._untold = self._journal.ask(), None
 
 
 def noted(folder: Path, run: str, after: int, done: int) -> list[CopySet]:

@@ -157,22 +157,28 @@ def covered(kind: str, owner: str, packed: bytes) -> bytes:
     return bytes(msgpack.packb([kind, owner, packed]))
 
 
-class _Reports:
+class Reports:
     """Lines that only grow, packed but for the last."""
 
     def __init__(self) -> None:
         self._packed: list[bytes] = []
         self.tail = bytearray()
         self.size = 0
-        self.held_bytes = 0
 
-    def add(self, data: bytes) -> None:
+    def add(self, data: bytes, before: Reports | None = None) -> None:
+        """`before`: what is here of the same run; where these are the same, they are here once."""
         self.tail += data
         self.size += len(data)
         while len(self.tail) >= CHUNK_BYTES:
-            self._packed.append(zlib.compress(self.tail[:CHUNK_BYTES], 1))
+            packed, k = zlib.compress(self.tail[:CHUNK_BYTES], 1), len(self._packed)
+            if before is not None and before._packed[k : k + 1] == [packed]:
+                packed = before._packed[k]
+            self._packed.append(packed)
             del self.tail[:CHUNK_BYTES]
-        self.held_bytes = sum(map(len, self._packed)) + len(self.tail)
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes of each part by its identity."""
+        return {id(packed): len(packed) for packed in self._packed} | {id(self): len(self.tail)}
 
     def chunks(self, size: int) -> Iterator[bytes]:
         """The first `size` bytes as they are now, though more come meanwhile."""
@@ -189,30 +195,35 @@ class _Journal:
     def __init__(self) -> None:
         self.run = ""
         self.files: dict[str, bytes] = {}  # as their last versions were
-        self.reports = _Reports()
+        self.reports = Reports()
+        self.is_too_long = False  # for this peer: of what comes nothing is kept any more
         self._coming: dict[str, bytearray] = {}
 
     def sizes(self) -> dict[int, int]:
         """Bytes of each part by its identity: what is sealed may be what is here still."""
-        parts = {id(data): len(data) for data in (*self.files.values(), *self._coming.values())}
-        return parts | {id(self.reports): self.reports.held_bytes}
+        return {id(data): len(data) for data in (*self.files.values(), *self._coming.values())} | self.reports.sizes()
 
-    def take(self, frame: Frame, room: int) -> None:
-        """`room`: how many bytes more may be held. Raises ProtocolError for what is no next part of a journal."""
+    def take(self, frame: Frame, room: int, before: Reports | None = None) -> None:
+        """`room`: how many bytes more may be held; `before`: reports of this run that are sealed. Raises ProtocolError for what is
+        no next part of a journal.
+        """
         header, data = frame.header, b"".join(bytes(payload) for payload in frame.payloads)
         name, at, size = need(header, "name", str), need(header, "at", int), need(header, "size", int)
         run = need(header, "run", str)
         if name not in FILES or not 0 <= at <= at + len(data) <= size or self.run not in ("", run):
             raise ProtocolError("an owner sent a file that no journal has")
-        if (size - at if name != REPORTS else len(data)) > room:
-            raise ProtocolError("an owner's journal has more bytes than this peer keeps")
         self.run = run
+        if (size - at if name != REPORTS else len(data)) > room:
+            self.is_too_long = True
+            self.files, self.reports, self._coming = {}, Reports(), {}  # what was sealed is held by who has the seal
+        if self.is_too_long:
+            return
         if name == REPORTS:
             if at == 0 and self.reports.size:
-                self.reports = _Reports()
+                self.reports = Reports()
             if at != self.reports.size:
                 raise ProtocolError("an owner left out some of its reports")
-            self.reports.add(data)
+            self.reports.add(data, before)
             return
         coming = self._coming.setdefault(name, bytearray())
         if at == 0:
@@ -232,7 +243,7 @@ class KeptJournal:
     data: bytes  # the seal as it was signed
     journal: _Journal
     files: Mapping[str, bytes]
-    reports: _Reports
+    reports: Reports
     until_s: float = math.inf  # while its owner's stream is open
 
     @property
@@ -241,7 +252,7 @@ class KeptJournal:
 
     def sizes(self) -> dict[int, int]:
         """As of a journal."""
-        return {id(data): len(data) for data in self.files.values()} | {id(self.reports): self.reports.held_bytes}
+        return {id(data): len(data) for data in self.files.values()} | self.reports.sizes()
 
     def chunks(self, name: str) -> Iterator[bytes]:
         size = self.seal.files[name][0]
@@ -280,14 +291,14 @@ class Shelf:
         over = [data for word, data, _ in self._over.values() if word.job == job]
         return [kept for kept in self.sealed.values() if kept.seal.job == job], over
 
-    def _room(self) -> int:
-        """What may still be held; journals whose owner is gone make room for one that grows, oldest first."""
+    def _room(self, for_run: str) -> int:
+        """What may still be held; journals whose owner is gone make room for one of another run that grows, oldest first."""
         self._sweep()
         while True:
             parts = [of.sizes() for of in self.arriving] + [of.sizes() for of in self.sealed.values()]
             held = {which: size for part in parts for which, size in part.items()}
             room = MOST_BYTES - sum(held.values())
-            gone = next((run for run, kept in self.sealed.items() if not kept.is_live), None)
+            gone = next((run for run, kept in self.sealed.items() if not kept.is_live and run != for_run), None)
             if room >= CHUNK_BYTES or gone is None:
                 return room
             del self.sealed[gone]
@@ -315,9 +326,16 @@ class Shelf:
         """The next frame; whether there may be another."""
         frame = await unless_silent(stream.recv, stream, self._timeouts)
         if frame.kind == messages.FILE:
-            journal.take(frame, self._room())
+            run = need(frame.header, "run", str)
+            kept = self.sealed.get(run)
+            journal.take(frame, self._room(run), kept.reports if kept is not None else None)
+            if journal.is_too_long and kept is not None and kept.seal.owner == stream.peer_id:
+                # It stays the newest that there will be, as long as its owner is there.
+                kept.journal, kept.until_s = journal, math.inf
         elif frame.kind == messages.SEALED:
-            self._put(Seal.read(b"".join(map(bytes, frame.payloads)), stream.peer_id), frame, journal)
+            if not journal.is_too_long:
+                self._put(Seal.read(b"".join(map(bytes, frame.payloads)), stream.peer_id), frame, journal)
+            await stream.send(Frame(messages.KEPT, {"kept": not journal.is_too_long}))
         elif frame.kind == messages.FOLLOWED:
             data = b"".join(map(bytes, frame.payloads))
             self._forget(Over.read(data, stream.peer_id), data)

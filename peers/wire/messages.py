@@ -31,6 +31,7 @@ Purposes of streams, and the frames on them:
     inputs  (supplier -> member)        ATTACH both ways, then INPUT*; PONG both ways; FAILED at any time
     follow  (standby -> owner)          FOLLOW  ->  FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
     journal (owner -> shelf)            FILE*, SEALED as the run's journal grows, PONG, FOLLOWED when the run is over
+                                        on both, SEALED  ->  KEPT: whether the other side has what was sealed
     shelf   (standby -> peer)           SEEK, FOUND: journals of a job it keeps, runs that are over; then PULL  ->  FILE*, FOLLOWED
     copies  (anybody -> member)         SEEK, FOUND, then PULL  ->  PART for each chunk
     stage   (member -> later member)    ATTACH, then both ways F, B, SHARED, TOTAL, NORMS, COMMIT; PONG as long as it is heard
@@ -56,7 +57,7 @@ __all__ = ["B", "F", "Round", "besides_in", "epoch_of", "error_from", "error_hea
 
 T = TypeVar("T")
 
-MOST_BESIDES = 5
+MOST_BESIDES = 8
 
 HELLO, WELCOME = "hello", "welcome"
 PING, PONG = "ping", "pong"
@@ -180,5 +181,6 @@ def error_from(header: Mapping[str, Any]) -> MeshceeError:
 
 
 def besides_in(header: Mapping[str, Any]) -> tuple[int, ...]:
-    """Steps before `since` whose copies are needed: two that are being read, two of other regions and one on its way there."""
+    """Steps before `since` whose copies are needed: three that may be gone back to, two that are being read, two of other regions
+    and one on its way there."""
     return tuple(need(header, "besides", list[int]))[:MOST_BESIDES]

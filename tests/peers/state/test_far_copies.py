@@ -275,7 +275,7 @@ class FarEpoch(Epoch):
         self.copying.hear(link, answered(source, next_step, far=True, **more))
 
 
-async def test_far_copies_count_when_every_stage_has_one_and_until_there_are_others_or_a_checkpoint() -> None:
+async def test_far_copies_count_when_every_stage_has_one_and_until_there_are_others() -> None:
     epoch = FarEpoch()
     with capture_logs() as logged:
         epoch.round(4)
@@ -288,18 +288,22 @@ async def test_far_copies_count_when_every_stage_has_one_and_until_there_are_oth
     assert [(e["next_step"], e["holders"]) for e in of(logged, Event.FAR_COPIES_MADE)] == [
         (4, [["p0", "p1"], ["p0", "p1"]])
     ]
-    epoch.copying.forget_before(6, on_disk=0)
-    assert (epoch.copies.far_steps, epoch.copying.in_use) == ([4], [4])
+    epoch.copying.forget_before(6)
+    assert (epoch.copies.far_steps, epoch.copying.far_steps, epoch.copying.making) == ([4], [4], [])
     epoch.round(8)
     for source in ("p0", "p1"):
         epoch.kept(source, 8)
     assert epoch.copies.far_steps == [4, 8]
-    epoch.copying.forget_before(6, on_disk=3)
+    epoch.copying.forget_before(6)
     assert epoch.copies.far_steps == [4, 8], "the steps before 8 may not have been reported"
-    epoch.copying.forget_before(8, on_disk=3)
+    epoch.copies.is_told = lambda copied: copied.next_step < 8
+    epoch.copying.forget_before(8)
+    assert epoch.copies.far_steps == [4, 8], "nobody but the owner knows of 8"
+    epoch.copies.is_told = lambda copied: True
+    epoch.copying.forget_before(8)
     assert epoch.copies.far_steps == [8]
-    epoch.copying.forget_before(9, on_disk=8)
-    assert epoch.copies.far_steps == []
+    epoch.copying.forget_before(9)
+    assert epoch.copies.far_steps == [8], "whatever is on the owner's disk"
 
 
 async def test_far_copies_are_gone_back_to_when_no_others_are_left_and_not_beyond_what_was_reported() -> None:
@@ -308,7 +312,7 @@ async def test_far_copies_are_gone_back_to_when_no_others_are_left_and_not_beyon
         epoch.round(step)
         for source in ("p0", "p1"):
             epoch.kept(source, step)
-    epoch.copying.forget_before(8, on_disk=0)
+    epoch.copying.forget_before(8)
     epoch.round(11)
     near = epoch.copies.newest(11)
     assert near is not None

@@ -273,7 +273,7 @@ async def test_older_copies_are_kept_beside_what_was_handed_over_until_the_next_
     for link in epoch.links:
         link.stream.max_payload_bytes = 0
     nothing: Any = SimpleNamespace(state={}, kept={})
-    assert Keeping(Supplies(copies=epoch.copies), epoch.links, nothing, 9, nothing, nothing)._since(9) == 4
+    assert Keeping(Supplies(copies=epoch.copies), epoch.links, nothing, 9, nothing, nothing)._besides(12) == [4, 9]
     found = epoch.copies.newest(9, ["p0"])
     assert found is not None
     assert found.next_step == 4, "its keeper has it"

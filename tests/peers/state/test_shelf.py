@@ -25,7 +25,7 @@ from peers.node.agent import Agent
 from peers.node.assemble import InProcess, JoinOptions
 from peers.state import shelf
 from peers.state.journal import Found, Journal, Mirror, seek, shelves, take
-from peers.state.shelf import CHUNK_BYTES, COPIES, INFO, MOST_BYTES, MOST_RUNS, REPORTS, Over, Seal
+from peers.state.shelf import CHUNK_BYTES, COPIES, INFO, MOST_RUNS, REPORTS, Over, Seal
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.memory import MemoryNetwork
 from peers.wire import messages
@@ -196,7 +196,6 @@ NO_OWNER_SENDS = [
     [Frame(messages.FILE, header(at=-1), [b"x"])],
     [Frame(messages.FILE, header(at=7, size=8), [b"x"])],  # the beginning is missing
     [Frame(messages.FILE, header(size=0), [b"x"])],
-    [Frame(messages.FILE, header(INFO, size=MOST_BYTES + 1), [b"x"])],
     [Frame(messages.FILE, header(), [b"x"]), Frame(messages.FILE, header(run_id="r-2"), [b"x"])],
     [Frame(messages.FILE, {**header(), "size": "1"}, [b"x"])],
     [Frame(messages.STEP)],
@@ -236,6 +235,11 @@ def test_an_owner_seals_its_own_journal_and_what_it_has_sent(tmp_path: Path) -> 
     on_a_mesh(tmp_path, test)
 
 
+def held_bytes(peer: Agent) -> int:
+    found = [of.sizes() for of in (*peer.shelf.arriving, *peer.shelf.sealed.values())]
+    return sum({which: size for sizes in found for which, size in sizes.items()}.values())
+
+
 def test_a_peer_keeps_so_many_bytes_and_journals(tmp_path: Path) -> None:
     async def test(mesh: Mesh) -> None:
         noise = bytes(CHUNK_BYTES)
@@ -243,11 +247,15 @@ def test_a_peer_keeps_so_many_bytes_and_journals(tmp_path: Path) -> None:
             whole = {**files_of(1), INFO: 2 * noise}
             (await mesh.keep(mesh.a, whole)).abort()
             await asyncio.sleep(1)
-            other = [*frames_of(whole, "r-2"), Frame(messages.SEALED, {}, [seal_of(mesh.owner, whole, run_id="r-2")])]
-            stream = await mesh.send(mesh.a, other)
-            with pytest.raises(StreamClosed):
-                await stream.recv()
-            assert mesh.a.shelf.arriving == []
+            for run_id, kept in (
+                ("r-2", True),
+                ("r-3", False),
+            ):  # one whose owner is gone makes room, and another does not
+                seal = Frame(messages.SEALED, {}, [seal_of(mesh.owner, whole, run_id=run_id)])
+                stream = await mesh.send(mesh.a, [*frames_of(whole, run_id), seal])
+                assert (await stream.recv()).header == {"kept": kept}
+                assert held_bytes(mesh.a) <= 3 * CHUNK_BYTES
+                assert mesh.a.shelf.journals.keys() == {"r-2"}
         streams = [await mesh.send(mesh.b, []) for _ in range(MOST_RUNS + 1)]
         with pytest.raises(StreamClosed):
             await streams[-1].recv()
@@ -262,11 +270,14 @@ def test_what_was_sealed_counts_though_its_owner_begins_anew(tmp_path: Path) -> 
         files = {**files_of(1), REPORTS: 2 * noise}
         with mock.patch.object(shelf, "MOST_BYTES", 4 * CHUNK_BYTES):
             stream = await mesh.keep(mesh.a, files)
-            with contextlib.suppress(StreamClosed):
-                for frame in frames_of({REPORTS: 3 * noise}):
-                    await stream.send(frame)
-            await asyncio.sleep(1)
-            assert mesh.a.shelf.arriving == []  # refused
+            assert (await stream.recv()).header == {"kept": True}
+            anew = {**files, REPORTS: 3 * noise[::-1]}
+            for frame in [*frames_of(anew), Frame(messages.SEALED, {}, [seal_of(mesh.owner, anew)])]:
+                await stream.send(frame)
+            assert (await stream.recv()).header == {"kept": False}
+            assert held_bytes(mesh.a) <= 4 * CHUNK_BYTES
+            await mesh.taken()
+            assert mesh.home.run(RUN).report_file.read_bytes() == files[REPORTS]
 
     on_a_mesh(tmp_path, test)
 
@@ -370,8 +381,8 @@ async def test_whenever_a_journal_is_cancelled_it_leaves_no_file_open(tmp_path: 
     journal.begin(JOB, ran, 1, mock.Mock(peers=()), resumed=False)
     (_, serve), _ = agent.transport.serve.call_args
     stream = mock.AsyncMock(spec=Stream)
-    stream.recv.return_value = Frame(messages.FOLLOW, {"job": JOB})
     for after in range(200):
+        stream.recv.side_effect = [Frame(messages.FOLLOW, {"job": JOB}), Frame(messages.KEPT, {"kept": True})]
         serving = asyncio.create_task(serve(stream))
         for _ in range(1 + after % 20):
             await asyncio.sleep(0)
