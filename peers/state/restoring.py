@@ -170,7 +170,7 @@ class Lender:
             offered = self.copies.offered if self.of == offer.run else {}
             self.copies = CopyStore()
             self.copies.offered = offered
-        if offer.run == self.of or offer.owner == self._owner:  # nobody else learns that it is here
+        if frozen and (offer.run == self.of or offer.owner == self._owner):  # nobody else learns that it is here
             wanted = {(dtype, tuple(shape)) for dtype, shape in offer.frozen_state.values()}
             found = {d: [t for t in tensors if (t.dtype, tuple(t.shape)) in wanted] for d, tensors in frozen.items()}
             self.copies.frozen = {d: tensors for d, tensors in found.items() if tensors}

@@ -261,7 +261,7 @@ def test_a_stream_that_breaks_while_a_leavers_state_is_read_costs_no_steps(tmp_p
                 hands_over = training is not None and training.owner is not None and training.owner.stopped
                 if hands_over and kind == "part" and [sender] == victims and receiver == storm.mesh.agent.peer_id:
                     parts.append(kind)
-                    if len(parts) == 2:  # the first is of a checkpoint that was under way
+                    if len(parts) == 1:
                         raise StreamClosed("the network lost it")
 
             def hear(report: Report) -> None:
@@ -276,7 +276,7 @@ def test_a_stream_that_breaks_while_a_leavers_state_is_read_costs_no_steps(tmp_p
     with capture_logs() as logged, quick_planning(), decided_by(0):
         outcome, names = run(story(), inline=True)
     assert outcome == "equal"
-    assert len(parts) > 2
+    assert len(parts) > 1, "the owner asks again"
     past = going_back(logged, names)
     assert [back.again for back in past.backs] == [0]
     assert past.wrong == []
