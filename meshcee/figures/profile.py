@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated
 
-import networkx as nx
 from msgspec import Meta
 
 from meshcee.errors import ProtocolError, UsageError
@@ -158,6 +157,8 @@ class Cluster:
         measured: Mapping[tuple[str, str], LinkProfile] | None = None,
         areas: Iterable[Sequence[str]] = (),
     ) -> None:
+        import networkx as nx  # a fifth of a second, which most commands need not wait for
+
         self.graph = nx.DiGraph()
         self.devices: dict[str, Device] = {}
         self.notes: list[str] = []  # figures set aside, hints overruled: for people

@@ -71,7 +71,7 @@ def assert_equal(chain: Chain, losses: list[list[torch.Tensor]], want: Reference
         assert torch.equal(state[name], tensor), f"{name} differs by {(state[name] - tensor).abs().max()}"
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow), 3, 5])
 @pytest.mark.parametrize("model", zoo.PHASE_ONE)
 def test_a_chain_of_stages_is_the_eager_loop(model: str, stages: int) -> None:
     optimizer = "adamw" if stages % 2 else "sgd"

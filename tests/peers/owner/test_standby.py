@@ -344,6 +344,7 @@ def test_a_job_that_waits_leaves_the_run_of_a_dead_owner_to_its_standby(tmp_path
     assert any("may go on elsewhere" in text for text in story.waited)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "line", "instead"),
     [

@@ -174,7 +174,9 @@ def test_of_two_halves_that_both_hold_every_stage_the_owners_goes_on(tmp_path: P
     assert goes_on_with_peers(logged)
 
 
-@pytest.mark.parametrize(("knows_the_term", "changes"), [(True, 1), (False, REPLANS + 1)])
+@pytest.mark.parametrize(
+    ("knows_the_term", "changes"), [(True, 1), pytest.param(False, REPLANS + 1, marks=pytest.mark.slow)]
+)
 def test_plans_change_more_often_than_coordinators_may_without_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, knows_the_term: bool, changes: int
 ) -> None:
