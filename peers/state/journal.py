@@ -27,7 +27,6 @@ from meshcee.events import Event
 from meshcee.files import Home, Run, disk, dumps, loads
 from meshcee.plan import Plan
 from peers.mesh_view import MeshView
-from peers.state.policy import Cadence
 from peers.state.shelf import (
     CHUNK_BYTES,
     COPIES,
@@ -53,6 +52,7 @@ MOST_BYTES = 256 << 20  # of a file that is replaced whole: a digest of each ten
 AGAIN = f".{REPORTS}.part"  # in the folder of a run that is followed: its reports, as they are sent once more
 KEEPERS = 2
 AGAIN_S = 10.0  # between two tries to send a shelf the journal
+SHARE = 0.25  # of the time that rounds may take where copies wait for them: what is new is small
 LONGEST_AGAIN_S = 640.0  # the same where all is sent and nothing comes of it: twice as long each time
 
 
@@ -259,7 +259,7 @@ class Journal:
                     await stream.send(self._over())
                     return
                 await stream.send(Frame(messages.PONG))  # that we live, also where nothing has changed
-                rest_s = min((loop.time() - began_s) / Cadence.SHARE, beat_s)
+                rest_s = min((loop.time() - began_s) / SHARE, beat_s)
                 await self._wait(rest_s)
                 await self._wait(beat_s - rest_s, asked)
         finally:
