@@ -38,7 +38,7 @@ with warnings.catch_warnings(), _put_off("scipy.optimize"):
     from hivemind.proto import p2pd_pb2
     from hivemind.utils.multiaddr import Multiaddr
 
-__all__ = ["P2P", "Multiaddr", "P2PDaemonError", "PeerID", "answers", "ask", "attach", "dial", "packed"]
+__all__ = ["P2P", "P2PDaemonError", "PeerID", "answers", "ask", "attach", "dial", "packed"]
 
 if "HIVEMIND_LOGLEVEL" not in os.environ:
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)

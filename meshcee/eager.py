@@ -16,7 +16,7 @@ import time
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -259,11 +259,11 @@ def _copied(model: nn.Module) -> nn.Module:
     """A copy; what forward has left in attributes comes without its graph, and what has no copy, as a lock, is shared."""
     left = (t for m in model.modules() for t in tree_leaves(vars(m)) if isinstance(t, torch.Tensor) and t.grad_fn)
     memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in left}
-    if not _has_copy(model, memo):
-        attributes = [vars(m).items() for m in model.modules()]
-        own = [value for items in attributes for name, value in items if name not in vars(nn.Module())]
-        memo |= {id(value): value for value in own if not _has_copy(value, memo)}
-    return copy.deepcopy(model, memo)
+    with suppress(Exception):  # classes raise what they like
+        return copy.deepcopy(model, dict(memo))
+    attributes = [vars(m).items() for m in model.modules()]
+    own = [value for items in attributes for name, value in items if name not in vars(nn.Module())]
+    return copy.deepcopy(model, memo | {id(value): value for value in own if not _has_copy(value, memo)})
 
 
 def _has_copy(value: Any, memo: dict[int, Any]) -> bool:

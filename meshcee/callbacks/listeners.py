@@ -26,9 +26,8 @@ class Listeners:
         self._callbacks, self._control = tuple(callbacks), control
         self._has_plan = self._is_over = False
         self._saved = -1  # the checkpoint that was told of last
-        self.unchanged: Callable[[], None] | None = (
-            None  # raises UsageError where the user's code has changed the model or the loss
-        )
+        # Raises UsageError where the user's code has changed the model or the loss.
+        self.unchanged: Callable[[], None] | None = None
         self.waits = max((one.waits for one in self._callbacks), key=ORDER.index, default="never")
 
     @property

@@ -62,18 +62,14 @@ class Turn:
     def _before(self, key: str) -> list[RunRecord]:
         """Jobs that run, or that somebody may go on with, and those that wait and came earlier, in their order."""
         directory, now_s = self._agent.directory, self._agent.monotonic()
-        others = {p: r for p, r in directory.runs.items() if p not in self._ours}
-        self._seen |= {p: (r, now_s) for p, r in others.items() if r.state == "running"}
-        over = {p for p, (r, seen_s) in self._seen.items() if p in directory.over or now_s - seen_s >= TAKEN_UP_S}
-        over |= {
-            p for p, (r, _) in self._seen.items() if p not in others and claims(r, key)
-        }  # our run: we go on with it
-        over |= {p for p, r in others.items() if r.state == "waiting"}
-        self._seen = {p: x for p, x in self._seen.items() if p not in over}
-        mine = (self._record.since, self._agent.peer_id)
-        waiting = [
-            r for r in others.values() if r.state == "waiting" and (r.since, r.peer_id) < mine and not self._goes_on
-        ]
+        here = {p: r for p, r in directory.runs.items() if p not in self._ours}
+        gone = {
+            p: x for p, x in self._seen.items() if p not in here and p not in directory.over and not claims(x[0], key)
+        }
+        self._seen = {p: x for p, x in gone.items() if now_s - x[1] < TAKEN_UP_S}
+        self._seen |= {p: (r, now_s) for p, r in here.items() if r.state == "running"}
+        waiting = [r for r in here.values() if r.state == "waiting" and not self._goes_on]
+        waiting = [r for r in waiting if _order(r) < _order(self._record)]
         return [*sorted((r for r, _ in self._seen.values()), key=_order), *sorted(waiting, key=_order)]
 
     def _describe(self, before: list[RunRecord]) -> str:

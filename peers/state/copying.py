@@ -62,7 +62,7 @@ class Copying:
     def after(self, step: int) -> None:
         """This step has been reported."""
         self.reported = step + 1
-        self._copies.newest(self.reported, told=True)
+        self._copies.tell_others(self.reported)
 
     def forget_before(self, step: int) -> None:
         self._copies.forget_before(step)
@@ -169,7 +169,7 @@ class Copying:
         self._copies.cadence.ended(read_s=self._took_s + self._read_s, made_s=0.0)  # there is no disk to spare
         self._copies.stay_with(self._links if self._far.chosen else ())
         self._copies.add(made)
-        self._copies.newest(self.reported, told=True)
+        self._copies.tell_others(self.reported)
         holders, far = [sorted(stage.holders) for stage in made.stages], bool(self._far.chosen)
         log.debug(Event.COPIES_MADE, next_step=made.next_step, holders=holders, held_by=made.held_by, far=far)
         self._far.take_up(made)

@@ -181,6 +181,10 @@ class Manifest:
         usable = (c for c in reversed(self._found) if c.is_usable and (handed or not c.handed))
         return next((c for c in usable if c.next_step <= done and (not told or self.is_told(c))), None)
 
+    def tell_others(self, done: int) -> None:
+        """Have others than the owner know of the newest: who asks whether they are told has them told."""
+        self.newest(done, told=True)
+
     def needed(self, done: int) -> list[int]:
         """The steps of near ones that somebody may go back to: the owner, or who goes on in its place and knows less."""
         told = self.newest(done, handed=False, told=True)

@@ -348,7 +348,7 @@ def test_a_job_that_waits_leaves_the_run_of_a_dead_owner_to_its_standby(tmp_path
 @pytest.mark.parametrize(
     ("function", "line", "instead"),
     [
-        (Turn, "now_s - seen_s >= TAKEN_UP_S}", "p not in others}"),
+        (Turn, "if now_s - x[1] < TAKEN_UP_S", "if False"),
         (Turn, " and not self._goes_on", ""),
     ],
     ids=["gone", "goes on"],
