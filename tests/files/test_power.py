@@ -354,6 +354,7 @@ def story(folder: Path) -> Iterator[Callable[[Path], None]]:
 WORK = [terms, secrets, incarnations, weights, ledger, fed, founding, admissions, mirror, story]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
 def test_what_was_promised_survives_a_power_cut(tmp_path: Path, work: Work) -> None:
     assert survives(tmp_path, work, most=24) > 8

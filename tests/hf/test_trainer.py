@@ -177,6 +177,7 @@ def test_a_classifier_is_measured_on_the_whole_set_and_its_best_state_comes_back
     assert equal(loaded.state_dict(), trainer.model.state_dict())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
 def test_a_schedule_that_looks_at_evaluations_trains_as_a_plain_loop_with_its_rates(kind: str, tmp_path: Path) -> None:
     """By a figure of compute_metrics; stopped and resumed by another Trainer. Each evaluation halves the rate, or doubles it."""

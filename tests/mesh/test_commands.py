@@ -178,6 +178,7 @@ def test_the_second_interrupt_aborts_with_130_and_frees_the_peers(mesh: Peers, t
     assert len(plan["pipelines"][0]["stages"]) == 3
 
 
+@pytest.mark.slow
 def test_a_killed_p2pd_is_restarted_and_its_peer_comes_back(tmp_path: Path) -> None:
     home = tmp_path / "home"
     with peers(home, 2) as mesh:
@@ -324,6 +325,7 @@ def test_an_edited_a_forged_and_an_old_token_are_refused(mesh: Peers, tmp_path: 
     assert "upgrade the first machine" in old.err
 
 
+@pytest.mark.slow
 def test_an_invite_admits_until_its_date_and_as_many_as_it_says(mesh: Peers, tmp_path: Path) -> None:
     short = meshcee("invite", "--for", "1s", home=mesh.home)
     assert short.code == 0, short.err
@@ -339,6 +341,7 @@ def test_an_invite_admits_until_its_date_and_as_many_as_it_says(mesh: Peers, tmp
     assert "has let in 1 peers" in second.err
 
 
+@pytest.mark.slow
 def test_who_came_to_compute_offers_no_job_and_invites_nobody(mesh: Peers, tmp_path: Path) -> None:
     once, home = meshcee("invite", "--role", "compute", home=mesh.home).out.strip(), tmp_path / "away"
     for command in (("train", str(write_job(tmp_path))), ("train", str(tmp_path / "job.py"))):  # again, as a member
@@ -373,6 +376,7 @@ def test_who_is_revoked_is_shown_and_cannot_come_back(tmp_path: Path) -> None:
             away.close()
 
 
+@pytest.mark.slow
 def test_an_admins_machine_revokes_while_its_own_peer_is_down(tmp_path: Path) -> None:
     """Others answer its commands. Who was revoked may still run, and be the first to be asked: another one is."""
     files = sorted((tmp_path / f"{i}.key" for i in range(2)), key=lambda file: Identity.load_or_create(file).peer_id)

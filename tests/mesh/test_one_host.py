@@ -26,6 +26,7 @@ def mesh(tmp_path: Path) -> Peers:
     return Peers(tmp_path)
 
 
+@pytest.mark.slow
 def test_peers_of_one_host_share_it_and_the_run_keeps_its_number_of_threads(mesh: Peers, tmp_path: Path) -> None:
     job_file, share = tmp_path / "job.py", max(1, cores() // 2)
     job_file.write_text(JOB)

@@ -12,6 +12,7 @@ from meshcee.simulator import period_s
 KNOWN = {"cee-small": 14.1, "cee-medium": 27.5, "two-clusters": 17.6, "three-cities": 8.65, "eight-cities": 17.8}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_testbed_reaches_what_is_known_to_be_reachable(name: str) -> None:
     scenario = load_scenario(packaged("testbeds.json"), name, packaged("gpu_profiles.json"))

@@ -66,6 +66,7 @@ def job_of(place: int, clip_norm: float | None, steps: int = 6) -> Job:
     )
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("clip_norm", [None, 1e6])
 @pytest.mark.parametrize("place", [0, 2, 5])
 async def test_the_step_whose_gradient_is_not_finite_is_not_reported(place: int, clip_norm: float | None) -> None:
@@ -76,6 +77,7 @@ async def test_the_step_whose_gradient_is_not_finite_is_not_reported(place: int,
     assert told == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("place", [0, 2, 5])
 async def test_a_step_whose_norm_is_not_finite_is_applied_nowhere(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by those below the head either, which hear of it from the head and, later, from the owner."""

@@ -71,6 +71,7 @@ def assert_equal(chain: Chain, losses: list[list[torch.Tensor]], want: Reference
         assert torch.equal(state[name], tensor), f"{name} differs by {(state[name] - tensor).abs().max()}"
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow), 3, 5])
 @pytest.mark.parametrize("model", zoo.PHASE_ONE)
 def test_a_chain_of_stages_is_the_eager_loop(model: str, stages: int) -> None:
@@ -95,6 +96,7 @@ def test_every_way_to_run_a_stage_has_the_same_bits(model: str, options: dict[st
 KINDS = [m if m in zoo.PHASE_ONE else pytest.param(m, marks=pytest.mark.slow) for m in zoo.ALL]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(("order", "split"), [("fused", False), ("fused", True), ("late", True)])
 @pytest.mark.parametrize("model", KINDS)
 def test_every_place_where_a_model_can_be_cut(model: str, order: str, split: bool) -> None:
@@ -172,6 +174,7 @@ def test_flipping_one_bit_of_one_gradient_shows(model: str) -> None:
         assert_equal(chain, losses, expected(model, "adamw"))
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("order", ["fused", "split", "late"])
 @pytest.mark.parametrize("model", ["char_gpt", "cnn", "shared_layer"])
 def test_bf16_keeps_full_precision_masters(model: str, order: str) -> None:
@@ -197,6 +200,7 @@ def test_every_model_in_bf16(model: str) -> None:
     assert_equal(chain, chain.run(chain.job.steps), expected(model, "adamw", "bf16"))
 
 
+@pytest.mark.slow
 def test_a_bias_of_positions_in_bf16_wants_a_mask_that_is_always_there() -> None:
     """Under a mask it is spread over the samples, and rounded before their gradients are added up."""
     with pytest.raises(CaptureError, match=r"attention_mask masks nothing.*attn_implementation='eager'"):
@@ -208,6 +212,7 @@ def test_a_bias_of_positions_in_bf16_wants_a_mask_that_is_always_there() -> None
     assert_equal(chain, chain.run(2), reference(job))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("model", "kept"),
     [("cnn", ("*Norm*",)), ("char_gpt", ("blocks.*.mlp.?", "LayerNorm")), ("lora", ("frozen",)), ("llama", ("*norm",))],
@@ -225,6 +230,7 @@ def test_what_a_job_keeps_in_full_beside_bf16(model: str, kept: tuple[str, ...])
     assert not all(torch.equal(tensor, rounded.state[name]) for name, tensor in want.state.items())
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("ema", [None, 0.9])
 @pytest.mark.parametrize("kept", [(), ("blocks.*.mlp.?",), ("*",)])
 def test_a_plan_counts_what_weights_gradients_masters_and_moments_take(
@@ -260,6 +266,7 @@ def test_a_plan_counts_what_weights_gradients_masters_and_moments_take(
     assert counted - frozen == held[-1]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("model", ["lengths", "sizes"])
 def test_sizes_that_vary_between_micro_batches(model: str, stages: int) -> None:

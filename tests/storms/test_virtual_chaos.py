@@ -60,6 +60,7 @@ def outcomes(seeds: range, *, augmented: bool = False) -> list[tuple[int, list[s
     return [(r["seed"], r["blows"], r["outcome"]) for r in found if r["outcome"] != "equal"]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("kind", TOLD)
 def test_storms_of_one_kind(kind: str) -> None:
     found = play(1, kinds=[kind], aims=[], steps=STEPS)
@@ -67,6 +68,7 @@ def test_storms_of_one_kind(kind: str) -> None:
     assert any(TOLD[kind] in blow for blow in found["blows"]), found
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("moment", AIMS)
 def test_a_blow_is_aimed_at_a_moment(moment: str) -> None:
     found = play(3, aims=[replace(AIMS[moment])], blows=0)
@@ -176,6 +178,7 @@ def test_copies_of_a_peer_whose_device_fails_are_used(tmp_path: Path) -> None:
     assert all(went_on)  # the death and the failure may be one loss or two
 
 
+@pytest.mark.slow
 def test_an_owner_that_sleeps_while_it_waits_for_the_mesh_trains_when_it_wakes(tmp_path: Path) -> None:
     """Longer than anything may take: what it waited for is there, and has not been read yet."""
 
@@ -282,6 +285,7 @@ def test_a_stream_that_breaks_while_a_leavers_state_is_read_costs_no_steps(tmp_p
     assert past.wrong == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("error", "step", "backs"), [(errno.ENOSPC, 2, 1), (errno.EROFS, 2, 1), (errno.ENOSPC, 6, 0)])
 def test_who_leaves_while_the_owners_disk_refuses_the_state_costs_no_steps(
     tmp_path: Path, error: int, step: int, backs: int

@@ -612,6 +612,7 @@ main(["doctor", "--json"])
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("library", ["torch", "hivemind", "uvloop"])
 def test_a_library_that_is_missing_is_named_by_the_command(library: str, tmp_path: Path) -> None:
     command, env = [sys.executable, "-c", WITHOUT, library], {**os.environ, "MESHCEE_HOME": str(tmp_path)}

@@ -215,6 +215,7 @@ def test_random_jobs_on_a_gpu(first: int) -> None:
     assert {case: unequal for case, unequal in found.items() if unequal} == {}
 
 
+@pytest.mark.slow
 def test_the_comparison_on_a_device_is_tried_on_the_cpu() -> None:
     cases = "char_gpt:fp32", "random:7035"
     assert differences("cpu", *cases) == {case: [] for case in cases}

@@ -58,6 +58,7 @@ def assert_close(trained: Trained, job: Job, tolerance: float) -> None:
         torch.testing.assert_close(tensor, expected.state[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "shares",
     [

@@ -156,6 +156,7 @@ async def test_what_the_budget_does_not_allow_is_scaled_up() -> None:
             assert [row[block][1] / rows[0][block][1] for row in rows] == pytest.approx([1, 2, 4, 8])
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["char_gpt", "cnn", "many", "unet"])
 async def test_any_model_can_be_profiled(name: str) -> None:
     """Sizes that cross cuts, masks, buffers, several inputs: all of it is made up well enough to run."""

@@ -149,6 +149,7 @@ async def test_an_unforeseen_error_of_a_member_is_told_with_its_name_and_step(mo
         await train(make_job(), 2, 6)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("victim", ["p0", "p1", "p2"])
 async def test_a_killed_member_is_named_with_the_step(victim: str) -> None:
     network = MemoryNetwork()
@@ -215,6 +216,7 @@ async def test_bf16_equals_the_eager_loop_with_fp32_masters(
         assert torch.equal(tensor, expected.state[name]), name
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("form", ["module", "function", "checkpoint"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 async def test_a_model_whose_checkpoint_is_in_16_bits_has_fp32_masters(

@@ -150,6 +150,7 @@ async def test_a_process_signs_the_steps_of_an_audit_with_a_key_that_speaks_for_
     assert len(judged) == 2 * job.steps
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("number", "silent_s", "how"),
     [

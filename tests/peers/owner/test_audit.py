@@ -130,6 +130,7 @@ def frozen_job(optimizer: str) -> Job:
     )
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("optimizer", sorted(PER_PARAMETER))
 def test_what_no_step_changes_is_the_owners_own_and_some_optimizers_begin_with_a_state(optimizer: str) -> None:
     job = frozen_job(optimizer)

@@ -128,6 +128,7 @@ async def struck(job: Job, home: Home) -> Result:
     return mesh.result
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("workers", [0, 2])
 async def test_a_lost_member_does_not_change_what_is_drawn(tmp_path: Path, workers: int) -> None:
     """Nor does it matter who reads, here steps ahead of those that are computed again."""

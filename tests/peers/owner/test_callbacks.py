@@ -233,6 +233,7 @@ async def test_a_run_that_gets_no_better_ends_after_the_same_step_always() -> No
     assert stop.best == (2, reports[1].metrics["loss"])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("saved", [True, False])
 async def test_a_run_that_has_so_ended_ends_there_when_it_is_resumed(tmp_path: Path, saved: bool) -> None:
     """It was left in the step whose evaluation ends it. Without its checkpoints every step is done again."""
@@ -544,6 +545,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("what", CHANGED)
 def test_what_the_graph_would_not_follow_ends_the_run(what: str) -> None:
     """KL annealing by a list, a temperature, thawed layers: a plain loop goes on with it, and the mesh trained on in silence."""

@@ -120,6 +120,7 @@ def test_a_group_does_not_share_an_evaluation_that_draws() -> None:
     assert "evaluation draws random numbers there" in why_not_shared(job, capture(job))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "made_up",
     [

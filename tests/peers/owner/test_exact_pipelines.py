@@ -88,6 +88,7 @@ def job_of(name: str, rows: Sequence[Row], **options: Any) -> Job:
     return zoo.make(name, batch_size=MICRO * sum(n for n, _ in rows), micro_batch_size=MICRO, **{"steps": 3} | options)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("clip_norm", [None, 0.05])
 async def test_a_gpt_with_dropout_and_a_tied_weight(rows: str, clip_norm: float | None) -> None:

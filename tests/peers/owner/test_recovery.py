@@ -120,6 +120,7 @@ async def test_a_step_that_counts_is_told_of_though_its_epoch_ends_while_callbac
     assert_undisturbed(result, told, home)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 async def test_a_killed_member_is_replaced_by_those_who_are_left(tmp_path: Path, stage: int) -> None:
     home, told = Home(tmp_path), []

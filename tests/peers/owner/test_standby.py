@@ -331,6 +331,7 @@ class WithAThird(Story):
         return losses
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["demo", "another"])
 def test_a_job_that_waits_leaves_the_run_of_a_dead_owner_to_its_standby(tmp_path: Path, name: str) -> None:
     story = WithAThird(tmp_path, name)

@@ -93,6 +93,7 @@ def play(story: Fast) -> None:
     assert Event.COPIES_OUT_OF_REACH not in [entry["event"] for entry in logged]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("dies_at", [16, 22, pytest.param(25, marks=pytest.mark.slow), 28])
 def test_wherever_an_owner_dies_copies_that_its_standby_knows_of_are_there(tmp_path: Path, dies_at: int) -> None:
     play(story := Fast(tmp_path, dies_at))

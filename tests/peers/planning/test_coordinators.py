@@ -73,6 +73,7 @@ LIES: dict[str, Callable[[Plan], Plan]] = {
 FIRST = [(how, False) for how in ("sees no way", "is of another version", "has no memory", "hangs", *LIES)]
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("how", "hurried"), [*FIRST, *((how, True) for how in ("is of another version", "hangs", "rounds"))]
 )

@@ -175,6 +175,7 @@ def test_a_plan_names_a_thousand_peers_that_are_left_out(tmp_path: Path) -> None
     assert planned.notes == ("a note",)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("story", "arguments", "function", "line", "instead"),
     [

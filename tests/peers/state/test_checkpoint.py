@@ -114,6 +114,7 @@ def assert_equal(state: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stages", [1, 2, 5])
 async def test_a_run_that_was_cut_off_goes_on_with_other_stages_bit_for_bit(tmp_path: Path, stages: int) -> None:
     home = Home(tmp_path)
@@ -129,6 +130,7 @@ async def test_a_run_that_was_cut_off_goes_on_with_other_stages_bit_for_bit(tmp_
     assert len(list(cut.checkpoints.iterdir())) == 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     [

@@ -362,6 +362,7 @@ def from_peers(logged: list[Any]) -> list[int]:
     return [entry["next_step"] for entry in told if entry["with_peers"]]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_dead_stage_comes_back_from_its_keeper(tmp_path: Path, stage: int) -> None:
     """There is no checkpoint at all yet: without keepers the run would begin anew."""

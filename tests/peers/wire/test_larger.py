@@ -75,6 +75,7 @@ def of_zoo(name: str) -> Callable[[], nn.Module]:
     return factory
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("model", "precision", "stages"),
     [
