@@ -280,9 +280,12 @@ class Owner:
     def doubt(self, peer: str, step: int) -> None:
         """A member does not show what an audit asks for: it is lost, and its steps are in doubt."""
         self.failures.doubted.add(peer)
+        self._give_up(peer, f"does not show what it had for step {step + 1}, as an audit asks")
+
+    def _give_up(self, peer: str, why: str) -> None:
+        """A member answers, and does not do what is its to do."""
         self.failures.stuck.add(peer)
-        text = f"peer {self._describe(peer)} does not show what it had for step {step + 1}, as an audit asks"
-        self.failures.add(LOST_HERE, PeerLostError(text))
+        self.failures.add(LOST_HERE, PeerLostError(f"peer {self._describe(peer)} {why}"))
 
     # -- offering ------------------------------------------------------------------------------------------------------
 
@@ -589,9 +592,7 @@ class Owner:
         if self._keeping is not None:
             self._keeping.reported(what.step)
             for peer in self._keeping.copying.late(self._watch.limit_s):
-                self.failures.stuck.add(peer)
-                told = f"{self._describe(peer)} computes, and does not get on with a copy of its stage"
-                self.failures.add(LOST_HERE, PeerLostError(told))
+                self._give_up(peer, "computes, and does not get on with a copy of its stage")
 
     async def _until(self, event: asyncio.Event) -> None:
         """Wait for members, but not forever: one whose device hangs still says that it lives."""
@@ -608,13 +609,17 @@ class Owner:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     async def _save(self, keeping: Keeping) -> bool:
-        """Whether the disk has the weights. One that refuses them is waited for, unless another plan goes on at once."""
+        """Whether the disk has the weights. One that refuses them is waited for, unless another plan goes on at once. A member is
+        not, whose copies cannot be read.
+        """
         await self._until(keeping.saving.settled)
         goes_on = self._hands_over and self._step + 1 < self._job.steps
         if goes_on:
             self.handed_over = await keeping.hand_over_instead()
         while not goes_on and await keeping.again():
             await self._until(keeping.saving.settled)
+            for peer in keeping.saving.unreadable:
+                self._give_up(peer, "answers, and nobody has all of the copy of its stage")
         return keeping.is_saved
 
     async def _collect(self) -> Mapping[str, torch.Tensor]:

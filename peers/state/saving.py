@@ -30,6 +30,7 @@ __all__ = ["Saving", "StageFiles"]
 log = structlog.get_logger()
 
 WHAT = "a checkpoint"
+MOST_UNREAD = 3  # copies in a row that are not to be had from a member nor from others
 
 
 class StageFiles:
@@ -104,6 +105,7 @@ class Saving:
         self._step: int | None = None  # of the one that is under way
         self._described = asyncio.Queue[CopySet]()
         self._fetches: list[Fetch] = []
+        self._unread = Counter[str]()  # by who leads a stage: so many copies in a row
         self._reported = start  # steps before this one have been reported
         self._news = asyncio.Event()
         self._hurry_after = math.inf  # so many reported steps nothing is trained: links are ours
@@ -141,6 +143,11 @@ class Saving:
     def reading(self) -> list[int]:
         """The step whose copies are read, if any."""
         return [] if self._step is None else [self._step]
+
+    @property
+    def unreadable(self) -> list[str]:
+        """Members of whose stages one copy after another could not be read."""
+        return [peer for peer, times in self._unread.items() if times >= MOST_UNREAD]
 
     def take_up(self, copied: CopySet) -> None:
         """All members have described these copies: read them, if they are to be saved."""
@@ -242,6 +249,7 @@ class Saving:
         self._hurry_if_over()
         for peer in (link.peer_id, *sorted(stage.holders - {link.peer_id}), link.peer_id):
             await fetch.run([peer])
+        self._unread[link.peer_id] = self._unread[link.peer_id] + 1 if fetch.missing else 0
         return not fetch.missing
 
 
