@@ -142,6 +142,7 @@ class Owner:
         self.leaving: set[str] = set()  # members that have asked to be left out
         self.stopped = self._hands_over = False
         self.handed_over = False  # members hold what another plan goes on from: this epoch has no weights for anybody
+        self.has_weights = False  # to end with; neither is so where nobody had room for them
         self._watch: Watch
         self._step = 0  # the first step that is not yet complete, for errors
 
@@ -625,14 +626,14 @@ class Owner:
     async def _collect(self) -> Mapping[str, torch.Tensor]:
         """The weights, unless they were handed over; then word from every member that its neighbours may leave."""
         keeping = self._keeping
-        saved = keeping is not None and not self.handed_over and await self._save(keeping)
+        self.has_weights = keeping is not None and not self.handed_over and await self._save(keeping)
         for link in self._links:
             await link.outbox.put(Frame(messages.END, {"handed": self.handed_over}))
         for link in self._links:
             await self._until(link.ended)
         if keeping is not None and self.handed_over:
             await self._until(keeping.copying.handed_over)
-        if keeping is None or not saved:
+        if keeping is None or not self.has_weights:
             return {}
         check_replicas(self._links, self._describe)
         found = await asyncio.to_thread(keeping.weights)
