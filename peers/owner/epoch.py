@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import ChainMap, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 __all__ = ["Owner", "Report", "in_doubt"]
 
 log = structlog.get_logger()
+
+MOST_UNREAD = 3  # copies of a stage in a row, at the end, that nobody has all of
 
 T = TypeVar("T")
 
@@ -142,7 +144,6 @@ class Owner:
         self.leaving: set[str] = set()  # members that have asked to be left out
         self.stopped = self._hands_over = False
         self.handed_over = False  # members hold what another plan goes on from: this epoch has no weights for anybody
-        self.has_weights = False  # to end with; neither is so where nobody had room for them
         self._watch: Watch
         self._step = 0  # the first step that is not yet complete, for errors
 
@@ -150,6 +151,11 @@ class Owner:
     def saved(self) -> Iterable[Checkpoint]:
         """The newest checkpoints that this epoch has brought to the disk, in order."""
         return self._keeping.saving.made if self._keeping is not None else ()
+
+    @property
+    def has_weights(self) -> bool:
+        """Behind `train`: whether it has ended with them. It has not where they were handed over, or nobody had room for them."""
+        return self._keeping is not None and not self.handed_over and self._keeping.is_saved
 
     @property
     def can_be_followed(self) -> bool:
@@ -609,24 +615,27 @@ class Owner:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    async def _save(self, keeping: Keeping) -> bool:
-        """Whether the disk has the weights. One that refuses them is waited for, unless another plan goes on at once. A member is
-        not, whose copies cannot be read.
+    async def _save(self, keeping: Keeping) -> None:
+        """Have the weights on the disk. One that refuses them is waited for, unless another plan goes on at once. A member is not,
+        whose copies cannot be read.
         """
         await self._until(keeping.saving.settled)
         goes_on = self._hands_over and self._step + 1 < self._job.steps
         if goes_on:
             self.handed_over = await keeping.hand_over_instead()
+        unread = Counter[str]()
         while not goes_on and await keeping.again():
             await self._until(keeping.saving.settled)
-            for peer in keeping.saving.unreadable:
-                self._give_up(peer, "answers, and nobody has all of the copy of its stage")
-        return keeping.is_saved
+            unread = Counter({peer: unread[peer] + 1 for peer in keeping.saving.unread})
+            for peer, times in unread.items():
+                if times == MOST_UNREAD:
+                    self._give_up(peer, "answers, and nobody has all of the copy of its stage")
 
     async def _collect(self) -> Mapping[str, torch.Tensor]:
         """The weights, unless they were handed over; then word from every member that its neighbours may leave."""
         keeping = self._keeping
-        self.has_weights = keeping is not None and not self.handed_over and await self._save(keeping)
+        if keeping is not None and not self.handed_over:
+            await self._save(keeping)
         for link in self._links:
             await link.outbox.put(Frame(messages.END, {"handed": self.handed_over}))
         for link in self._links:
