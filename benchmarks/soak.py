@@ -94,7 +94,7 @@ class FakeOwner:
         self.failures = Failures()
         self.audit = None
         self.leaving: set[str] = set()
-        self.stopped = self.handed_over = False
+        self.stopped, self.has_weights = False, True
         self.saved = ()  # of its checkpoints nobody is told
         self.can_be_followed = True
         self.ready_s = now()

@@ -31,7 +31,7 @@ MOST_ROWS = 10_000  # that wait for a disk
 class _Logger(Callback, ABC):
     """`open` comes first, with what a run that is resumed has reported; then `log` for each step, and `close`.
 
-    A disk that refuses what comes behind `open` ends nothing.
+    A disk or a service that refuses what comes behind `open` ends nothing, whatever its library raises.
     """
 
     waits = "never"
@@ -58,8 +58,9 @@ class _Logger(Callback, ABC):
             self.on_resume(run, ())
 
     def on_step(self, run: Control, report: Any) -> None:
+        figures = _figures(vars(report))
         with self._going_on():
-            self.log(report.step, _figures(vars(report)))
+            self.log(report.step, figures)
 
     def on_end(self, run: Control, result: Any, error: str | None) -> None:
         if self._is_open:
@@ -70,8 +71,9 @@ class _Logger(Callback, ABC):
     def _going_on(self) -> Iterator[None]:
         try:
             yield
-        except OSError as error:
-            self._trouble.tell(f"the log {self.what}", error, self.needs_bytes)
+        except Exception as error:
+            refused = error if isinstance(error, OSError) else OSError(str(error))
+            self._trouble.tell(f"the log {self.what}", refused, self.needs_bytes)
         else:
             self._trouble.over(f"the log {self.what}")
 

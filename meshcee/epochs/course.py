@@ -419,7 +419,7 @@ class Course:
 
     def _ended(self, event: Ended) -> list[Command]:
         following, self._step = self.following, None
-        over = self.stopping and not event.handed_over
+        over = self.stopping and event.saved
         if following is None or over or self.done == self._steps:
             self.state = State.OVER
             return [Finish()]

@@ -110,9 +110,11 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Ended:
-    """The epoch has ended in peace. `here` are the peers that are announced, and not as leaving."""
+    """The epoch has ended in peace, `saved` where the owner has its weights. `here` are the peers that are announced, and not as
+    leaving.
+    """
 
-    handed_over: bool
+    saved: bool
     leaving: frozenset[str]
     here: frozenset[str]
     at: float

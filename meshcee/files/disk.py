@@ -147,7 +147,7 @@ def publish(path: Path, data: Data) -> None:
         with _beside(path, data, 0o644) as partial:
             _disk.rename(partial, path)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; name a file in a folder that exists") from error
+        raise UsageError(f"cannot write {path}: {error.strerror}; name a file in another folder") from error
 
 
 def write_once(path: Path, data: Data) -> None:

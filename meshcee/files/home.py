@@ -111,8 +111,8 @@ class Run:
     def process(self) -> psutil.Process | None:
         """The owner's process, while it holds the run."""
         try:
-            return psutil.Process(int(self.info["pid"])) if self.is_owned else None
-        except (KeyError, psutil.Error):
+            return psutil.Process(int((self.folder / LOCK).read_bytes())) if self.is_owned else None
+        except (OSError, ValueError, psutil.Error):
             return None
 
     @property
@@ -130,14 +130,18 @@ class Run:
         return self.result.get("state") in ("stopped", "done")
 
     def hold(self) -> BinaryIO:
-        """Own it until this is closed, or the process ends; UsageError while another process does."""
-        lock = (self.folder / LOCK).open("ab")
+        """Own it until this is closed, or the process ends; UsageError while another process does. The lock says whose it is."""
+        lock = (self.folder / LOCK).open("ab", buffering=0)
         for _ in range(20):  # who only looks whether it is held holds it for a moment
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return lock
             except BlockingIOError:
                 time.sleep(0.05)
+                continue
+            with suppress(OSError):  # a disk without room is told of where more is written
+                lock.truncate(0)
+                lock.write(str(os.getpid()).encode())
+            return lock
         lock.close()
         raise UsageError(f"run {self.id} is still running; stop it with `meshcee run stop {self.id}`")
 

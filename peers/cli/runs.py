@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import typer
 from rich.table import Table
 
@@ -64,7 +65,12 @@ def stop_run(run_id: str) -> None:
     process = run.process
     if process is None or run.state != "running":
         raise UsageError(f"run {run.id} is not running ({run.state})")
-    process.send_signal(signal.SIGINT)
+    try:
+        process.send_signal(signal.SIGINT)
+    except psutil.Error as error:
+        raise UsageError(
+            f"the owner of run {run.id} cannot be asked to stop ({error}); `meshcee run list` shows whether it still runs"
+        ) from error
     typer.echo(f"{run.id}: finishing its step and saving ...")
     deadline_s = time.monotonic() + 60
     while run.state == "running":

@@ -228,8 +228,12 @@ async def _train(
                 view.report(report)
                 await page.hear(report.step, trace)
             if trace is not None and options.trace is not None:
-                await asyncio.to_thread(trace.write, options.trace)
-                for note in (*trace.notes, f"trace of a few steps in {options.trace}: open it at ui.perfetto.dev"):
+                told = f"trace of a few steps in {options.trace}: open it at ui.perfetto.dev"
+                try:
+                    await asyncio.to_thread(trace.write, options.trace)
+                except UsageError as error:  # the weights are still to be written
+                    told = f"there is no trace: {error}"
+                for note in (*trace.notes, told):
                     view.note(note)
         finally:
             current.clear()

@@ -14,7 +14,6 @@ from array import array
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import psutil
 import structlog
 
 from meshcee.errors import MeshceeError
@@ -124,8 +123,7 @@ class Diary:
 
     def begin(self, **info: Any) -> None:
         """The run goes on, or begins, with this process: no result counts any more. Raises what the disk refuses."""
-        me = psutil.Process()
-        self._info |= {"started": self._info.get("started", time.time()), "pid": me.pid, **info}
+        self._info |= {"started": self._info.get("started", time.time()), **info}
         disk.write_whole(self.run.folder / "run.json", dumps(self._info).encode())
         disk.remove(self.run.folder / "result.json")
         disk.sync_folder(self.run.folder)

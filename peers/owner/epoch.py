@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import ChainMap, deque
+from collections import ChainMap, Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 __all__ = ["Owner", "Report", "in_doubt"]
 
 log = structlog.get_logger()
+
+MOST_UNREAD = 3  # copies of a stage in a row, at the end, that nobody has all of
 
 T = TypeVar("T")
 
@@ -149,6 +151,11 @@ class Owner:
     def saved(self) -> Iterable[Checkpoint]:
         """The newest checkpoints that this epoch has brought to the disk, in order."""
         return self._keeping.saving.made if self._keeping is not None else ()
+
+    @property
+    def has_weights(self) -> bool:
+        """Behind `train`: whether it has ended with them. It has not where they were handed over, or nobody had room for them."""
+        return self._keeping is not None and not self.handed_over and self._keeping.is_saved
 
     @property
     def can_be_followed(self) -> bool:
@@ -280,9 +287,12 @@ class Owner:
     def doubt(self, peer: str, step: int) -> None:
         """A member does not show what an audit asks for: it is lost, and its steps are in doubt."""
         self.failures.doubted.add(peer)
+        self._give_up(peer, f"does not show what it had for step {step + 1}, as an audit asks")
+
+    def _give_up(self, peer: str, why: str) -> None:
+        """A member answers, and does not do what is its to do."""
         self.failures.stuck.add(peer)
-        text = f"peer {self._describe(peer)} does not show what it had for step {step + 1}, as an audit asks"
-        self.failures.add(LOST_HERE, PeerLostError(text))
+        self.failures.add(LOST_HERE, PeerLostError(f"peer {self._describe(peer)} {why}"))
 
     # -- offering ------------------------------------------------------------------------------------------------------
 
@@ -589,9 +599,7 @@ class Owner:
         if self._keeping is not None:
             self._keeping.reported(what.step)
             for peer in self._keeping.copying.late(self._watch.limit_s):
-                self.failures.stuck.add(peer)
-                told = f"{self._describe(peer)} computes, and does not get on with a copy of its stage"
-                self.failures.add(LOST_HERE, PeerLostError(told))
+                self._give_up(peer, "computes, and does not get on with a copy of its stage")
 
     async def _until(self, event: asyncio.Event) -> None:
         """Wait for members, but not forever: one whose device hangs still says that it lives."""
@@ -607,27 +615,34 @@ class Owner:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    async def _save(self, keeping: Keeping) -> bool:
-        """Whether the disk has the weights. One that refuses them is waited for, unless another plan goes on at once."""
+    async def _save(self, keeping: Keeping) -> None:
+        """Have the weights on the disk. One that refuses them is waited for, unless another plan goes on at once. A member is not,
+        whose copies cannot be read.
+        """
         await self._until(keeping.saving.settled)
         goes_on = self._hands_over and self._step + 1 < self._job.steps
         if goes_on:
             self.handed_over = await keeping.hand_over_instead()
+        unread = Counter[str]()
         while not goes_on and await keeping.again():
             await self._until(keeping.saving.settled)
-        return keeping.is_saved
+            unread = Counter({peer: unread[peer] + 1 for peer in keeping.saving.unread})
+            for peer, times in unread.items():
+                if times == MOST_UNREAD:
+                    self._give_up(peer, "answers, and nobody has all of the copy of its stage")
 
     async def _collect(self) -> Mapping[str, torch.Tensor]:
         """The weights, unless they were handed over; then word from every member that its neighbours may leave."""
         keeping = self._keeping
-        saved = keeping is not None and not self.handed_over and await self._save(keeping)
+        if keeping is not None and not self.handed_over:
+            await self._save(keeping)
         for link in self._links:
             await link.outbox.put(Frame(messages.END, {"handed": self.handed_over}))
         for link in self._links:
             await self._until(link.ended)
         if keeping is not None and self.handed_over:
             await self._until(keeping.copying.handed_over)
-        if keeping is None or not saved:
+        if keeping is None or not self.has_weights:
             return {}
         check_replicas(self._links, self._describe)
         found = await asyncio.to_thread(keeping.weights)

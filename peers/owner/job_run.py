@@ -496,7 +496,7 @@ class Training:
             return moves.Failed(error, losses(failures, self._numbers.first_of(in_doubt(self.owner))))
         assert self.owner is not None
         here = frozenset(p for p, record in self._agent.directory.peers.items() if not record.leaving)
-        return moves.Ended(self.owner.handed_over, frozenset(self.owner.leaving), here, self._agent.clock())
+        return moves.Ended(self.owner.has_weights, frozenset(self.owner.leaving), here, self._agent.clock())
 
     async def _take_back(self, step: int) -> None:
         """Nothing that was told or kept since this step counts any more."""

@@ -445,14 +445,13 @@ class Mirror:
         return run
 
     def _own(self, data: bytes) -> bytes:
-        """What the run is, without the owner's process, which is none of this machine."""
+        """What the run is, and whose."""
         try:
-            info: Mapping[str, Any] = loads(data)
-            kept = {key: value for key, value in info.items() if key != "pid"}
-        except (ValueError, AttributeError) as error:
+            info: Mapping[str, Any] = {**loads(data), "owner": self._owner}
+        except (ValueError, TypeError) as error:
             raise ProtocolError("the owner sent a run that is not JSON") from error
         self._check(info)
-        return dumps({**kept, "owner": self._owner}).encode()
+        return dumps(info).encode()
 
 
 AT_ONCE = 16  # peers that are asked

@@ -103,7 +103,7 @@ class Saving:
         self._bytes = sum(nbytes_of(layout) for pair in layouts for layout in pair) + nbytes_of(self._frozen)
         self._step: int | None = None  # of the one that is under way
         self._described = asyncio.Queue[CopySet]()
-        self._fetches: list[Fetch] = []
+        self._fetches: dict[str, Fetch] = {}  # by who leads the stage
         self._reported = start  # steps before this one have been reported
         self._news = asyncio.Event()
         self._hurry_after = math.inf  # so many reported steps nothing is trained: links are ours
@@ -120,7 +120,7 @@ class Saving:
     @property
     def moved_bytes(self) -> int:
         """That have come of the last one."""
-        return sum(fetch.moved_bytes for fetch in self._fetches)
+        return sum(fetch.moved_bytes for fetch in self._fetches.values())
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
@@ -142,6 +142,11 @@ class Saving:
         """The step whose copies are read, if any."""
         return [] if self._step is None else [self._step]
 
+    @property
+    def unread(self) -> list[str]:
+        """Members of whose stages not all of the last copy came, which was no disk's fault."""
+        return [peer for peer, fetch in self._fetches.items() if fetch.missing]
+
     def take_up(self, copied: CopySet) -> None:
         """All members have described these copies: read them, if they are to be saved."""
         if copied.next_step == self._step:
@@ -160,7 +165,7 @@ class Saving:
 
     def _hurry_if_over(self) -> None:
         if self._reported >= self._hurry_after:
-            for fetch in self._fetches:
+            for fetch in self._fetches.values():
                 fetch.hurry()
 
     # -- reading and writing -------------------------------------------------------------------------------------------
@@ -169,11 +174,12 @@ class Saving:
         """Save what has been described, until cancelled."""
         while True:
             copied = await self._described.get()
-            self._fetches = []
+            self._fetches = {}
             try:
                 saving = self._to_memory(copied) if self._store is None else self._to_disk(copied, self._store)
                 saved = await saving
             except* OSError as errors:
+                self._fetches = {}
                 self._cadence.refused(_now_s())  # training goes on; the next one is tried before long
                 self._trouble.tell(WHAT, leaves(errors)[0], self._bytes)  # type: ignore[arg-type]
             else:
@@ -207,7 +213,7 @@ class Saving:
             if not finishes:
                 draft.discard()
         self._trouble.over(WHAT)
-        read_s, made_s = max(fetch.read_s for fetch in self._fetches), _now_s() - began_s
+        read_s, made_s = max(fetch.read_s for fetch in self._fetches.values()), _now_s() - began_s
         self._cadence.ended(read_s=read_s, made_s=made_s)
         log.debug("checkpoint", next_step=copied.next_step, read_s=round(read_s, 3), made_s=round(made_s, 3))
         return True
@@ -238,7 +244,7 @@ class Saving:
 
     async def read(self, link: Link, stage: StageCopy, fetch: Fetch) -> bool:
         """From who leads the stage or from others who hold it; whether all of it has come. A stream may break: then once more."""
-        self._fetches.append(fetch)
+        self._fetches[link.peer_id] = fetch
         self._hurry_if_over()
         for peer in (link.peer_id, *sorted(stage.holders - {link.peer_id}), link.peer_id):
             await fetch.run([peer])

@@ -182,6 +182,28 @@ def test_mlflow_is_called_by_its_client(monkeypatch: pytest.MonkeyPatch, error: 
     assert made[-1] == ("set_terminated", "r1", "FINISHED" if error is None else "FAILED")
 
 
+def test_a_service_that_is_down_for_a_while_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library raises an error of its own, which is none of the system's."""
+    run, got = SimpleNamespace(info=SimpleNamespace(run_id="r1")), list[int]()
+
+    def log_metric(run: str, name: str, value: float, step: int) -> None:
+        if step == 1:
+            raise RuntimeError("the tracking server answers 503")
+        got.append(step)
+
+    def set_terminated(run: str, state: str) -> None:
+        raise RuntimeError("the tracking server is gone")
+
+    client = SimpleNamespace(create_run=lambda *a, **b: run, log_metric=log_metric, set_terminated=set_terminated)
+    library = {"set_experiment": SimpleNamespace(experiment_id="7"), "MlflowClient": client}
+    monkeypatch.setitem(sys.modules, "mlflow", Calls("mlflow", [], library))
+    with capture_logs() as logged:
+        log(called(["mlflow"]))
+    assert set(got) == {0, 2}
+    why = ["the tracking server answers 503", None, "the tracking server is gone"]
+    assert [line.get("disk") for line in logged] == why, "it is said, and when it is over"
+
+
 def test_tensorboard_hides_what_a_dead_owner_wrote_beyond_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, ...]] = []
     writer = SimpleNamespace(add_scalar=Calls.writing(made, "add_scalar"), close=Calls.writing(made, "close"))

@@ -232,7 +232,7 @@ class World:
             leaving, here = self.some(PEERS), frozenset(PEERS) if self.chance.random() < 0.5 else self.some(PEERS)
             leaving = leaving if self.chance.random() < 0.5 else frozenset()
             self.here = here - leaving
-            return moves.Ended(self.chance.random() < 0.7, leaving, here, self.now)
+            return moves.Ended(self.chance.random() < 0.3, leaving, here, self.now)
         return self.failure(members)
 
     def failure(self, members: frozenset[str], how: int | None = None) -> moves.Failed:

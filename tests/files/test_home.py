@@ -46,6 +46,16 @@ def test_a_run_is_held_by_a_living_process_whatever_the_clock_says(
     Diary(found, Trouble()).close()
 
 
+def test_a_run_is_its_new_owners_before_it_is_described_anew(tmp_path: Path) -> None:
+    """A run that was resumed waited in a queue, and `run stop` sent its signal to whoever had the dead owner's number now."""
+    run = Home(tmp_path).new_run("job")
+    (run.folder / "owner.lock").write_text("1")
+    (run.folder / "run.json").write_text('{"pid": 1}')
+    diary = Diary(run, Trouble())
+    assert run.process == psutil.Process()
+    diary.close()
+
+
 @pytest.mark.parametrize(
     ("said", "place"),
     [

@@ -12,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dht import Role
 from meshcee.callbacks import Control
 from meshcee.errors import UsageError
 from meshcee.files import Home, Run
+from peers.cli.runs import stop_run
 from peers.cli.ui.acts import Acts, drains, of_folder, role_in
 from peers.cli.ui.watching import page_of
 from peers.cli.ui.wishes import Wishes, wish_checkpoint
@@ -162,6 +164,17 @@ async def test_a_run_of_another_process_is_asked_through_its_folder(
         later.look()
         later.close()
         assert not again.saves_before(0), "what an owner before has not heard is of no use now"
+
+
+def test_an_owner_that_ends_as_it_is_asked_to_stop_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
+
+    def gone(process: psutil.Process, number: int) -> None:
+        raise psutil.NoSuchProcess(process.pid)
+
+    monkeypatch.setattr(psutil.Process, "send_signal", gone)
+    with a_run(Home()).hold(), pytest.raises(UsageError, match="cannot be asked to stop"):
+        stop_run("last")
 
 
 async def test_a_page_beside_training_saves_and_stops_its_run(tmp_path: Path) -> None:

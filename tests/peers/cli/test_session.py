@@ -12,6 +12,7 @@ import meshcee
 from meshcee.errors import UsageError
 from meshcee.user_code import JOB_FILE
 from peers.cli.session import configure_logging, load_job, short_ids, waiting
+from peers.cli.train import TrainOptions, run_train
 
 JOB = """import torch, meshcee
 job = meshcee.Job(
@@ -144,3 +145,21 @@ def test_a_terminal_shows_that_a_command_is_at_work(
     said = capsys.readouterr()
     assert said.out == ""
     assert ("joining the mesh" in said.err) is moves
+
+
+def test_a_trace_that_cannot_be_written_costs_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command ended there, before what it had trained for was on the disk."""
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("peers.cli.train.configure_logging", lambda **options: None)
+    Path("job.py").write_text("LR = 0.1\n" + JOB)
+    Path("trace").mkdir()
+    given = {**dict.fromkeys(("join", "stages", "threads")), "dry_run": False, "compute": True, "device": "cpu"}
+    options = TrainOptions(job=Path("job.py"), local=2, out=Path("w.safetensors"), trace=Path("trace"), **given)  # type: ignore[arg-type]
+    run_train(options, as_json=True)
+    assert Path("w.safetensors").exists()
+    assert (
+        "there is no trace: cannot write trace: Is a directory; name a file in another folder"
+        in capsys.readouterr().out
+    )

@@ -17,6 +17,9 @@ from benchmarks.virtual_chaos import quick_planning, stormy
 from meshcee.eager import plain
 from meshcee.errors import PeerLostError
 from meshcee.job import Job
+from peers.state.fetch import Reader
+from peers.state.policy import RETRY_S
+from peers.transport.base import Stream, StreamClosed
 from peers.transport.memory import Impairment
 from tests.rig.faults import ALONE, SHARED, STEPS, STRUCK, TIMES, job_of, plan_of, world
 from tests.rig.virtual_time import quiet, run
@@ -167,8 +170,29 @@ def test_who_computes_on_and_hangs_beside_ends_no_runs_checkpoints_for_ever(
     job, slow = replace(job_of(), steps=40), Impairment(latency_s=1.0)
     with quiet():
         said, after_s = run(ended(tmp_path, "p1", Hang("CopyStore.digest", at=1), monkeypatch, job, slow))
-    assert said == "p1 (stage 1) computes, and does not get on with a copy of its stage"
+    assert said == "peer p1 (stage 1) computes, and does not get on with a copy of its stage"
     assert TIMES.hung_s < after_s < 3 * TIMES.hung_s
+
+
+def test_who_lets_nobody_read_its_copies_keeps_no_run_from_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers on the stream that it has, and takes no other. Nothing was said, and the last step's weights never came."""
+    opened = Reader.open
+
+    async def refused(reader: Reader, peer: str) -> Stream:
+        if peer == "p1":
+            raise StreamClosed("it takes no more streams")
+        return await opened(reader, peer)
+
+    async def story() -> None:
+        async with world(job_of(), plan_of(*ALONE), tmp_path) as here, here.network.transport("owner") as owner:
+            async with asyncio.timeout(4 * RETRY_S):
+                await here.epoch(owner)
+
+    monkeypatch.setattr(Reader, "open", refused)
+    with quiet(), pytest.raises(PeerLostError, match=r"^peer p1 \(stage 1\) answers, and nobody has all"):
+        run(story())
 
 
 @pytest.mark.parametrize("call", ["add_up", "flattened"])

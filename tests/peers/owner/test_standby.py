@@ -384,7 +384,7 @@ def test_another_process_with_the_owners_identity_does_not_keep_the_standby_from
 
 def test_a_standby_of_another_job_is_told_before_anything_happens(tmp_path: Path) -> None:
     mirror = Mirror(Home(tmp_path), "owner", lambda info: (_ for _ in ()).throw(UsageError("another model")))
-    info = json.dumps({"job": {}, "pid": 1}).encode()
+    info = json.dumps({"job": {}}).encode()
     with pytest.raises(UsageError, match="another model"):
         mirror.take(Frame(messages.FILE, {"run": "r", "name": "run.json", "at": 0, "size": len(info)}, [info]))
 

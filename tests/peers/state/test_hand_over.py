@@ -237,6 +237,37 @@ async def test_a_user_who_stops_while_plans_change_has_the_weights(
         assert torch.equal(result.state_dict[name], tensor), name
 
 
+async def test_a_user_who_stops_where_nobody_had_room_for_the_weights_has_them(
+    tmp_path: Path, moving: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans change, members have no room for copies, and the disk refuses: the run had ended with no weights at all."""
+    home, broken, meshes = Home(tmp_path), RefusingDisk(tmp_path / "runs"), list[Mesh]()
+    stopped: list[Keeping] = []
+
+    def hear(here: Any, mesh: Mesh, report: Report) -> None:
+        meshes.append(mesh)
+        if report.step == LAST and not stopped:
+            broken.error = errno.ENOSPC
+
+    async def nowhere(self: Keeping) -> bool:
+        assert not self.is_saved
+        meshes[0].stop()
+        stopped.append(self)
+        broken.error = None
+        return False
+
+    monkeypatch.setattr(Copying, "can_hand_over", False)
+    monkeypatch.setattr(Keeping, "hand_over_instead", nowhere)
+    with disk.using(broken):
+        result, told = await run(home, hear)
+    assert len(stopped) == 1
+    assert result.stopped
+    losses, _, model, _ = plain(job_of(), len(told), 6)
+    assert result.losses == losses
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(result.state_dict[name], tensor), name
+
+
 async def test_what_was_still_awaited_of_other_copies_is_let_pass_once() -> None:
     epoch = Epoch()
     epoch.round(4)

@@ -25,7 +25,7 @@ from meshcee.files.tensor_files import byte_view, head_of
 from peers.state.checkpoint import BEFORE, MOST_COMPLETE, Checkpoint, CheckpointStore, Draft
 from tests.mutation import breaks, changed
 from tests.peers.state.test_checkpoint import captured_job, job_of
-from tests.rig.disks import Killed, KilledDisk
+from tests.rig.disks import Killed, KilledDisk, RefusingDisk
 
 ABOUT = {"micro_batch": 6}
 FIXED = {"fixed": torch.ones(3)}
@@ -203,6 +203,17 @@ def test_the_place_in_the_data_is_asked_for_before_anybody_must_wait(tmp_path: P
     found = write(store, 3)
     assert held == [False]
     assert found.manifest["data"] == {"position": 12}
+
+
+def test_what_a_full_disk_refuses_at_the_last_leaves_nothing_though_its_epoch_is_over(tmp_path: Path) -> None:
+    """Whoever had begun it waits no more: the draft stayed, on the disk that had no room."""
+    full = RefusingDisk(tmp_path)
+    with disk.using(full):
+        draft = drafted(store_in(tmp_path), 3)
+        full.error = errno.ENOSPC
+        with pytest.raises(OSError, match="No space"):
+            draft.finish(FIXED, {}, plan={})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_taken_back_counts_no_more_though_the_disk_still_has_it(tmp_path: Path) -> None:
