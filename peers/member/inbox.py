@@ -131,7 +131,9 @@ def norms_of(values: list[Any], parameters: int) -> list[tuple[int, float]]:
         raise ProtocolError("a frame of norms holds an index and a norm for each parameter")
     if indices.dtype != torch.int64 or norms.dtype != torch.float64 or indices.dim() != 1:
         raise ProtocolError(f"norms arrived as {indices.dtype} and {norms.dtype}")
-    known = [int(i) for i in indices]
+    if len(indices) > parameters:
+        raise ProtocolError(f"{len(indices)} norms arrived, the job has {parameters} parameters")
+    known = indices.tolist()
     if len(set(known)) < len(known) or not all(0 <= i < parameters for i in known):
         raise ProtocolError("a frame of norms holds a parameter twice, or one that the job does not have")
     return list(zip(known, norms.tolist()))
