@@ -139,9 +139,17 @@ def norms_of(values: list[Any], parameters: int) -> list[tuple[int, float]]:
     return list(zip(known, norms.tolist()))
 
 
-def named_tensors(header: Mapping[str, Any], values: list[Any]) -> dict[str, torch.Tensor | None]:
-    """By the names that its header gives."""
+def named_tensors(
+    header: Mapping[str, Any], values: list[Any], like: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
+    """By the names that its header gives; `like` are the parameters that its sender may speak of."""
     names = need(header, "names", list[str])
     if len(names) != len(values):
         raise ProtocolError("a frame of shared gradients needs one tensor for each name")
-    return dict(zip(names, tensors_of(values)))
+    for name, tensor in zip(names, tensors_of(values)):
+        own = like.get(name)
+        if own is None or (tensor is not None and (tensor.shape, tensor.dtype) != (own.shape, own.dtype)):
+            raise ProtocolError(
+                f"a shared gradient of {name[:80]!r} arrived, which its sender does not share, or not like this"
+            )
+    return dict(zip(names, values))
