@@ -215,3 +215,36 @@ async def test_links_that_are_asked_about_are_measured_with_a_small_share_of_the
     assert len(found) >= watched_s / 20, "it is still looked at"
     assert found == pytest.approx([bandwidth] * len(found), rel=0.2)
     assert sent / bandwidth <= 1.1 * SHARE * watched_s
+
+
+@virtual_time
+async def test_a_link_that_cannot_be_measured_holds_up_neither_the_others_nor_who_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[tuple[str, str, bool]] = []
+    hangs: set[str] = set()
+
+    async def probe(transport: Transport, target: str, *rest: Any, target_s: float, **more: Any) -> Probed:
+        tried.append((transport.peer_id, target, target_s == LIGHT_S))
+        await asyncio.sleep(60.0 if target in hangs else 0.1)
+        return Probed(LinkProfile(0.01, 1e7, now()), 1 << 10)
+
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    monkeypatch.setattr("peers.measure.measuring.probe_link", probe)
+    async with InProcess(JoinOptions(), timeouts=Timeouts(), clock=now, monotonic=now) as here:
+        a, b = [await here.start(name) for name in "ab"]
+        await asyncio.sleep(30)
+        for name in "cd":
+            hangs.add((await here.start(name)).peer_id)
+        tried.clear()
+        await asyncio.sleep(800)
+        assert tried.count((a.peer_id, b.peer_id, False)) >= 3
+        assert {target for source, target, _ in tried if source == a.peer_id} == {b.peer_id, *hangs}
+        assert sum(source == a.peer_id and target in hangs for source, target, _ in tried) <= 10 * len(hangs)
+        tried.clear()
+        for _ in range(30):
+            await sound(b, [(a.peer_id, b.peer_id)])
+            await asyncio.sleep(2)
+        assert tried.count((a.peer_id, b.peer_id, True)) >= 2
