@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError
 from meshcee.figures import DeviceProfile
 from meshcee.planner import whom_to_probe
@@ -49,6 +50,7 @@ def lend_profiles(
     graphs: Graphs,
     *,
     shared: bool,
+    timeouts: Timeouts,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Serve profiles of blocks on this device; `shared`: other peers of its host may measure too."""
@@ -57,6 +59,7 @@ def lend_profiles(
         memory_bytes=device.memory_bytes,
         graphs=graphs,
         is_busy=lambda: member.is_busy,
+        timeouts=timeouts,
         clock=clock,
         quiet=quiet if shared and device.kind == "cpu" else nullcontext,
     )
@@ -74,7 +77,7 @@ class Measuring:
         self._rests_s: dict[str, float] = {}  # for how long one that fails is not tried again, unless somebody asks
         self._every_s: dict[str, float] = {}  # after how long each link is measured again
         self._wishes = Wishes(agent)
-        self._turns = Turns(agent.peer_id)
+        self._turns = Turns(agent.peer_id, agent.timeouts.join_s)
         agent.transport.serve("probe", self._turns.serve)
 
     def for_member(self) -> dict[str, Callable[..., Any]]:
@@ -88,7 +91,10 @@ class Measuring:
     def lend(self, compute: Compute, device: DeviceProfile, member: Busy, graphs: Graphs) -> None:
         """Serve profiles of blocks on this device."""
         agent = self._agent
-        lend_profiles(agent.transport, compute, device, member, graphs, shared=bool(agent.host), clock=agent.monotonic)
+        shared, transport, timeouts = bool(agent.host), agent.transport, agent.timeouts
+        lend_profiles(
+            transport, compute, device, member, graphs, shared=shared, timeouts=timeouts, clock=agent.monotonic
+        )
 
     def measure_links(self, member: Busy) -> list[Coroutine[Any, Any, None]]:
         """What is to run as long as a device is lent."""

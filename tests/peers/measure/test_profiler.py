@@ -19,7 +19,7 @@ from peers.measure.measuring import PROBE_SHARE
 from peers.measure.probe import LIGHT_S, MOST_MEASURED_BYTES_PER_S, Probed, Turns, probe_link
 from peers.measure.sounding import SHARE, sound
 from peers.node.assemble import InProcess, JoinOptions
-from peers.transport.base import Frame, Transport
+from peers.transport.base import Frame, StreamClosed, Transport
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire import messages
 from tests.rig.virtual_time import virtual_time
@@ -82,6 +82,22 @@ async def test_two_that_probe_each_other_measure_what_each_would_measure_alone(a
                 other = second if end is first else first
                 assert link.bandwidth_bytes_per_s == pytest.approx(speeds[end.peer_id, other.peer_id], rel=0.05)
                 assert link.latency_s == pytest.approx(0.03, rel=0.1)
+
+
+@virtual_time
+async def test_a_prober_that_reads_nothing_or_asks_twice_is_let_go() -> None:
+    network = MemoryNetwork()
+    async with network.transport("a") as a, network.transport("b") as b:
+        b.serve("probe", Turns("b", 5.0).serve)
+        began_s = asyncio.get_running_loop().time()
+        first, second = await a.open("b", "probe"), await a.open("b", "probe")
+        await second.send(Frame(messages.PING))
+        assert (await second.recv()).kind == messages.PONG
+        for stream, longest_s in ((first, 1.0), (second, 6.0)):
+            async with asyncio.timeout(10.0):
+                with pytest.raises(StreamClosed):
+                    await stream.recv()
+            assert asyncio.get_running_loop().time() < began_s + longest_s
 
 
 async def probed(wire: Callable[[int], float]) -> tuple[LinkProfile, int]:
