@@ -44,11 +44,19 @@ if "HIVEMIND_LOGLEVEL" not in os.environ:
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)
 
 
+class _Calls(dict[Any, Any]):
+    """hivemind's calls that p2pd has yet to answer: an answer to one that was given up would end its reading."""
+
+    def __contains__(self, call: object) -> bool:
+        return super().__contains__(call) and not self[call].done()
+
+
 async def attach(socket: str, folder: str) -> P2P:
     """hivemind's handle of the p2pd that listens on this socket; its own socket goes into the folder."""
     ours: Any = type("OurP2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{folder}/"})
     p2p: P2P = await ours.replicate(Multiaddr(f"/unix{socket}"))
     control = p2p._client.control
+    control._pending_calls = _Calls()
     for task in (control._read_task, control._write_task):  # they fail when p2pd dies, and nobody awaits them
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return p2p

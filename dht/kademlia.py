@@ -56,7 +56,6 @@ BUCKET = 20  # neighbours that a node knows at each distance; a mesh of so many 
 BELIEVED = 4  # neighbours that one answer may name beyond those that we know: half a search, if none of them exists
 RPC_S = 3.0  # one request to one node: a connection over 300 ms takes 1.2 s
 FORGIVEN_AFTER_S = 5.0  # a node that did not answer is passed over for so long (hivemind would double it each time)
-REBINDS = 3  # attempts to go on over a new p2pd
 MAX_TOLD = 1024  # warnings
 MAX_MET = 64  # addresses kept for the next p2pd
 MAX_KEYS = 16  # in one request: nodes ask for one key, and hand a new node one for each kind of record
@@ -122,14 +121,17 @@ class KademliaStore:
             log.debug("dht.shutdown_timed_out")
 
     async def rebind(self, p2p: P2P) -> None:
-        """Go on over a new p2pd: the same node id, the records that it held, the peers that it had met."""
+        """Go on over a new p2pd: the same node id, the records that it held, the peers that it had met.
+
+        After a failure, or half-way, it may be called again.
+        """
         self.p2p = p2p
-        for _ in range(REBINDS):
-            try:
-                await self._make_node()
-                break
-            except JoinError as error:
-                log.warning("dht.rebind_failed", error=str(error))
+        handlers = p2p._client.control.unary_handlers
+        with contextlib.suppress(Exception):  # a try before this one may have come so far, and its answer not
+            async with asyncio.timeout(self._timeouts.dial_s):
+                await asyncio.gather(*map(p2p._client.control.remove_unary_handler, handlers), return_exceptions=True)
+        handlers.clear()
+        await self._make_node()
         await self.meet([*self.seeds, *(address for found in self._met.values() for address in found)])
 
     async def _make_node(self) -> None:

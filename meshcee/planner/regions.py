@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -179,16 +179,20 @@ PLACE_S, PLACE = 0.003, 0.3  # latencies to a landmark may differ by so much, ab
 Links = Mapping[tuple[str, str], LinkProfile]
 
 
-def whom_to_probe(me: str, peers: Sequence[str], links: Links) -> list[str]:
-    """Peers to which `me` should measure its link, most telling first. `links`: what everybody has published."""
+def whom_to_probe(me: str, peers: Sequence[str], links: Links, failing: Collection[str] = ()) -> list[str]:
+    """Peers to which `me` should measure its link, most telling first. `links`: what everybody has published.
+
+    Of the landmarks those that `me` tries in vain (`failing`) say nothing; the others are waited for.
+    """
     others = sorted(set(peers) - {me})
     if len(others) < FEW:
         return others
     everybody = sorted({me, *others})
     landmarks = everybody[:LANDMARKS]
     wanted = [p for p in landmarks if p != me]
-    if any((me, p) not in links for p in wanted):
+    if any((me, p) not in links for p in wanted if p not in failing):
         return wanted
+    landmarks = [p for p in landmarks if (me, p) in links or p == me]
     regions = _neighbourhoods(everybody, landmarks, links)
     own = next(region for region in regions if me in region)
     if me == own[0]:

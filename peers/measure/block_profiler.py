@@ -24,6 +24,7 @@ from msgspec import Meta
 
 from meshcee.capture import Program, StageSpec
 from meshcee.capture.graph import Value, integer, unfolded
+from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError, PlanError, ProtocolError
 from meshcee.fields import Count, plain, read, unpack
 from meshcee.figures import KINDS, MAX_DISTINCT, MAX_SIZES, BlockTimes, Triple
@@ -34,7 +35,7 @@ from meshcee.plan import MOST_THREADS
 from meshcee.stage import StageRunner, tensors
 from peers.device import Compute, Graphs
 from peers.transport import Frame, Stream
-from peers.wire import messages, need
+from peers.wire import messages, need, while_moving
 
 __all__ = ["BUDGET_S", "BlockProfiler", "ProfileRequest"]
 
@@ -92,6 +93,7 @@ class BlockProfiler:
         memory_bytes: int,
         graphs: Graphs,
         is_busy: Callable[[], bool],
+        timeouts: Timeouts | None = None,
         budget_s: float = BUDGET_S,
         clock: Callable[[], float] = time.perf_counter,
         quiet: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
@@ -101,6 +103,7 @@ class BlockProfiler:
         self._quiet = quiet  # while no other peer of this host measures
         self._graphs = graphs
         self._is_busy = is_busy
+        self._timeouts = timeouts or Timeouts()
         self._budget_s = budget_s
         self._clock = clock
         self._turn = asyncio.Lock()
@@ -109,7 +112,7 @@ class BlockProfiler:
     async def serve(self, stream: Stream) -> None:
         stream.max_payload_bytes = REQUEST_BYTES
         try:
-            frame = await stream.recv()
+            frame = await self._arrival(stream)
             if frame.kind != messages.PROFILE or len(frame.payloads) != 1:
                 raise ProtocolError(f"expected a request for a profile, got a frame of kind {frame.kind!r}")
             key = need(frame.header, "graph", str)[:64] + hashlib.sha256(frame.payloads[0]).hexdigest()
@@ -117,7 +120,7 @@ class BlockProfiler:
                 request = ProfileRequest.unpack(frame.payloads[0])
                 stream.max_payload_bytes = self._graphs.limits.graph_bytes
                 await stream.send(Frame(messages.WANTED))
-                graph = await stream.recv()
+                graph = await self._arrival(stream)
                 if graph.kind != messages.GRAPH or len(graph.payloads) != 1:
                     raise ProtocolError(f"expected a graph, got a frame of kind {graph.kind!r}")
                 data = bytes(graph.payloads[0])
@@ -129,16 +132,23 @@ class BlockProfiler:
                         raise PlanError("this peer runs a job and measures nothing meanwhile")
                     await self._compute.use_threads(request.threads)
                     packed = unfolded(enumerate(program.inputs), enumerate(program.nodes, len(program.inputs)))
-                    async with asyncio.timeout(LONGEST * self._budget_s):
-                        with large_apart() if packed else nullcontext():  # as a member of such a stage has it
-                            self._remember(key, await self.measure(program, request))
+                    try:
+                        async with asyncio.timeout(LONGEST * self._budget_s):
+                            with large_apart() if packed else nullcontext():  # as a member of such a stage has it
+                                self._remember(key, await self.measure(program, request))
+                    except TimeoutError as error:
+                        late = (
+                            f"one pass of the job's blocks takes this peer more than {LONGEST * self._budget_s:.0f} s"
+                        )
+                        raise PlanError(late) from error
             await stream.send(Frame(messages.PROFILED, {}, [msgpack.packb(plain(self._known[key]))]))
         except MeshceeError as error:
             log.warning("blocks not profiled", owner=stream.peer_id, error=str(error))
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
-        except TimeoutError:
-            late = PlanError(f"one pass of the job's blocks takes this peer more than {LONGEST * self._budget_s:.0f} s")
-            await stream.send(Frame(messages.REFUSED, messages.error_header(late)))
+
+    async def _arrival(self, stream: Stream) -> Frame:
+        """Nobody holds a stream's memory by saying nothing."""
+        return await while_moving(stream.recv, lambda: stream.received_bytes, self._timeouts.offer_s, self._timeouts)
 
     def _remember(self, key: str, times: BlockTimes) -> None:
         self._known[key] = times

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import structlog
 
+from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError
 from meshcee.figures import DeviceProfile
 from meshcee.planner import whom_to_probe
@@ -49,6 +50,7 @@ def lend_profiles(
     graphs: Graphs,
     *,
     shared: bool,
+    timeouts: Timeouts,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Serve profiles of blocks on this device; `shared`: other peers of its host may measure too."""
@@ -57,6 +59,7 @@ def lend_profiles(
         memory_bytes=device.memory_bytes,
         graphs=graphs,
         is_busy=lambda: member.is_busy,
+        timeouts=timeouts,
         clock=clock,
         quiet=quiet if shared and device.kind == "cpu" else nullcontext,
     )
@@ -71,9 +74,10 @@ class Measuring:
         self._member: Busy
         self._links = LinkReport(agent.peer_id, agent.directory, clock=agent.clock, monotonic=agent.monotonic)
         self._tried: dict[str, float] = {}  # when each link was last tried: one that fails does not hold up others
+        self._rests_s: dict[str, float] = {}  # for how long one that fails is not tried again, unless somebody asks
         self._every_s: dict[str, float] = {}  # after how long each link is measured again
         self._wishes = Wishes(agent)
-        self._turns = Turns(agent.peer_id)
+        self._turns = Turns(agent.peer_id, agent.timeouts.join_s)
         agent.transport.serve("probe", self._turns.serve)
 
     def for_member(self) -> dict[str, Callable[..., Any]]:
@@ -87,7 +91,10 @@ class Measuring:
     def lend(self, compute: Compute, device: DeviceProfile, member: Busy, graphs: Graphs) -> None:
         """Serve profiles of blocks on this device."""
         agent = self._agent
-        lend_profiles(agent.transport, compute, device, member, graphs, shared=bool(agent.host), clock=agent.monotonic)
+        shared, transport, timeouts = bool(agent.host), agent.transport, agent.timeouts
+        lend_profiles(
+            transport, compute, device, member, graphs, shared=shared, timeouts=timeouts, clock=agent.monotonic
+        )
 
     def measure_links(self, member: Busy) -> list[Coroutine[Any, Any, None]]:
         """What is to run as long as a device is lent."""
@@ -103,8 +110,11 @@ class Measuring:
         rest_until_s = 0.0
         while True:
             target, known = self._stalest_link(may_repeat=self._agent.monotonic() >= rest_until_s)
-            asked = target is None
-            if target is None and (target := self._wishes.take()) is None:
+            wish = self._wishes.take() if target is None or target in self._rests_s else None
+            asked = wish is not None
+            if wish is not None:
+                target, known = wish, False
+            if target is None:
                 await self._wishes.wait(self._agent.timeouts.directory_poll_s)
                 continue
             record = self._agent.directory.peers[target]
@@ -120,12 +130,15 @@ class Measuring:
                     self._wishes.probed(target, probed.sent_bytes / probed.link.bandwidth_bytes_per_s)
             except (MeshceeError, StreamClosed, TimeoutError) as error:
                 log.debug("link not measured", peer=record.name, error=str(error))
+                first_s = self._agent.timeouts.directory_poll_s
+                self._rests_s[target] = min(2 * self._rests_s.get(target, first_s), MOST_EVERY_S)
                 await asyncio.sleep(self._agent.timeouts.directory_poll_s)
                 continue
             finally:
                 if known:
                     now_s = self._agent.monotonic()
                     rest_until_s = now_s + (now_s - start_s) / PROBE_SHARE
+            self._rests_s.pop(target, None)
             if (before := self._links.known.get(target)) is not None and not asked:
                 faster = probed.link.bandwidth_bytes_per_s / before.bandwidth_bytes_per_s
                 twice_s = min(2 * self._every_s.get(target, PROBE_EVERY_S), MOST_EVERY_S)
@@ -140,13 +153,16 @@ class Measuring:
         published = {(p, to): link for p, r in self._agent.directory.links.items() for to, link in r.links}
         published |= {(self._agent.peer_id, to): link for to, link in self._links.known.items()}
         due: list[tuple[bool, float, str]] = []
-        for peer in whom_to_probe(self._agent.peer_id, lending, published):
-            known = self._links.known.get(peer)
-            if known is None or (
-                may_repeat and not busy and now - known.measured_at > self._every_s.get(peer, PROBE_EVERY_S)
-            ):
-                due.append((known is not None, self._tried.get(peer, 0.0), peer))
+        failing = {peer for peer, rests_s in self._rests_s.items() if rests_s >= PROBE_EVERY_S}
+        for peer in whom_to_probe(self._agent.peer_id, lending, published, failing):
+            known, tried = self._links.known.get(peer), self._tried.get(peer, 0.0)
+            if known is None:
+                is_due = now - tried >= self._rests_s.get(peer, 0.0)
+            else:
+                is_due = may_repeat and not busy and now - known.measured_at > self._every_s.get(peer, PROBE_EVERY_S)
+            if is_due:
+                due.append((known is not None or peer in self._rests_s, tried, peer))
         if not due:
             return None, False
-        known_before, _, target = min(due)
-        return target, known_before
+        _, _, target = min(due)
+        return target, target in self._links.known

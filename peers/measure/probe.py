@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from meshcee.config import Timeouts
 from meshcee.errors import ProtocolError
 from meshcee.figures import LinkProfile
 from peers.transport import Frame, Stream, Transport
@@ -41,11 +42,16 @@ class _Own:
 
 
 class Turns:
-    """One peer's answers to probes, and its own probes: of one other peer either the answers or the probe, not both at a time."""
+    """One peer's answers to probes, and its own probes: of one other peer either the answers or the probe, not both at a time.
 
-    def __init__(self, peer_id: str) -> None:
+    A prober has one stream, for so long: who reads no answer, or opens more, would hold what these have not taken yet.
+    """
+
+    def __init__(self, peer_id: str, longest_s: float = Timeouts().join_s) -> None:
         self._peer_id = peer_id
+        self._longest_s = longest_s
         self._own: dict[str, _Own] = {}
+        self._answered: dict[str, Stream] = {}
 
     @contextlib.contextmanager
     def own(self, peer_id: str) -> Iterator[Callable[[], None]]:
@@ -65,6 +71,17 @@ class Turns:
         """Answer pings until the prober closes: the first once no probe of that peer goes on here. Of two probes that have just
         begun, the one of the lesser id goes first.
         """
+        if (before := self._answered.pop(stream.peer_id, None)) is not None:
+            before.abort()
+        self._answered[stream.peer_id] = stream
+        try:
+            async with asyncio.timeout(self._longest_s):
+                await self._answer(stream)
+        finally:
+            if self._answered.get(stream.peer_id) is stream:
+                del self._answered[stream.peer_id]
+
+    async def _answer(self, stream: Stream) -> None:
         stream.max_payload_bytes = MAX_PAYLOAD_BYTES
         frame = await _next_ping(stream)
         if (own := self._own.get(stream.peer_id)) is not None and (own.goes_on or self._peer_id < stream.peer_id):

@@ -88,10 +88,9 @@ class Coding:
         meta = need(frame.header, "tensors", list)
         codecs, staging = self._accepted.get(frame.kind), self._compute.staging
         moves = staging is not None and frame.kind in _ON_DEVICE
-        if codecs is None and not moves:
-            return tensors.unpack(meta, frame.payloads)
+        if codecs is None and not moves:  # an expanded tensor is large without a codec too
+            return tensors.unpack(meta, frame.payloads, limit_bytes=self._limit_bytes)
         stays = len(meta) - 1 if frame.kind == messages.F else None  # the state of a generator, which the host reads
-        limit_bytes = None if codecs is None else self._limit_bytes
 
         def bring(index: int, flat: torch.Tensor) -> torch.Tensor:
             if index == stays:
@@ -100,6 +99,7 @@ class Coding:
 
         def work() -> list[Any]:
             start_s = time.perf_counter()
+            limit_bytes = self._limit_bytes
             values = tensors.unpack(meta, frame.payloads, codecs=codecs or (), limit_bytes=limit_bytes, bring=bring)
             if codecs is not None:
                 self._tell("decode", frame.kind, frame.header, start_s)

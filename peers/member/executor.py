@@ -138,11 +138,16 @@ class Executor:
         elif frame.kind == messages.NORMS and peer in place.below:
             inbox.put_norms(round, peer, norms_of(values, len(place.norm_order)))
         elif frame.kind == messages.SHARED and apart > 0:
-            inbox.put_shared(round, need(header, "micro", int), peer, named_tensors(header, values))
+            shared = self._shared(name for name, sender in place.partial_from if sender == peer)
+            inbox.put_shared(round, need(header, "micro", int), peer, named_tensors(header, values, shared))
         elif frame.kind == messages.TOTAL and apart < 0:
-            inbox.put_totals(round, named_tensors(header, values))
+            shared = self._shared(name for name, sender in place.totals_from.items() if sender == peer)
+            inbox.put_totals(round, named_tensors(header, values, shared))
         else:
             raise ProtocolError(f"peer {peer} sent a frame of kind {frame.kind!r}, which has no meaning here")
+
+    def _shared(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        return {name: self._runner.trainable[name] for name in names}
 
     async def _until_whole(self) -> None:
         """What the optimizer has kept has a time-out of its own."""

@@ -131,15 +131,25 @@ def norms_of(values: list[Any], parameters: int) -> list[tuple[int, float]]:
         raise ProtocolError("a frame of norms holds an index and a norm for each parameter")
     if indices.dtype != torch.int64 or norms.dtype != torch.float64 or indices.dim() != 1:
         raise ProtocolError(f"norms arrived as {indices.dtype} and {norms.dtype}")
-    known = [int(i) for i in indices]
+    if len(indices) > parameters:
+        raise ProtocolError(f"{len(indices)} norms arrived, the job has {parameters} parameters")
+    known = indices.tolist()
     if len(set(known)) < len(known) or not all(0 <= i < parameters for i in known):
         raise ProtocolError("a frame of norms holds a parameter twice, or one that the job does not have")
     return list(zip(known, norms.tolist()))
 
 
-def named_tensors(header: Mapping[str, Any], values: list[Any]) -> dict[str, torch.Tensor | None]:
-    """By the names that its header gives."""
+def named_tensors(
+    header: Mapping[str, Any], values: list[Any], like: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor | None]:
+    """By the names that its header gives; `like` are the parameters that its sender may speak of."""
     names = need(header, "names", list[str])
     if len(names) != len(values):
         raise ProtocolError("a frame of shared gradients needs one tensor for each name")
-    return dict(zip(names, tensors_of(values)))
+    for name, tensor in zip(names, tensors_of(values)):
+        own = like.get(name)
+        if own is None or (tensor is not None and (tensor.shape, tensor.dtype) != (own.shape, own.dtype)):
+            raise ProtocolError(
+                f"a shared gradient of {name[:80]!r} arrived, which its sender does not share, or not like this"
+            )
+    return dict(zip(names, values))

@@ -14,7 +14,7 @@ import msgpack
 import psutil
 import pytest
 
-from dht.control import PeerID
+from dht.control import P2PDaemonError, PeerID
 from dht.directory import Directory
 from dht.kademlia import BELIEVED, MAX_KEYS, MAX_WRONG, KademliaStore, node_id_of
 from dht.records import PeerRecord, place, seal, topic
@@ -528,3 +528,28 @@ def test_the_place_of_a_value_needs_no_clock() -> None:
     assert place(data, KEY) == (topic("peers", KEY), identity.peer_id, 9.0)
     assert place(data, MeshKey()) is None
     assert place(b"", KEY) is None
+
+
+async def test_a_store_goes_on_though_p2pd_answers_too_late(tmp_path: Path) -> None:
+    """What is asked of it arrives nevertheless: hivemind and p2pd may each have noted handlers of a try that failed."""
+    times = replace(QUICK, dial_s=0.3)
+    identity = Identity.load_or_create(tmp_path / "b.key")
+    async with (
+        one_peer(tmp_path, "a") as (a, _, _),
+        P2PDaemon(identity, listen=["127.0.0.1:0"], timeouts=QUICK) as daemon,
+        KademliaStore(daemon.p2p, [a.address], mesh_key=KEY, timeouts=times) as store,
+    ):
+        assert await a.put("a", time.time() + TTL_S)
+        (child,) = psutil.Process(daemon.pid).children()
+        child.suspend()
+        for _ in range(2):
+            with pytest.raises(JoinError, match="does not answer"):
+                await store.rebind(daemon.p2p)
+        child.resume()
+        while True:  # as P2PDaemon does; what was asked before may be done in any order
+            try:
+                await store.rebind(daemon.p2p)
+                break
+            except P2PDaemonError:
+                await asyncio.sleep(0.1)
+        assert a.identity.peer_id in await store.get(topic("peers", KEY))

@@ -78,3 +78,16 @@ def test_a_newcomer_measures_the_landmarks_before_anything_else() -> None:
     first = whom_to_probe("a-newcomer", [*home, "a-newcomer"], known)
     assert len(first) <= 6
     assert set(first) <= set(sorted(home)[:6])
+
+
+def test_a_landmark_that_cannot_be_measured_keeps_nobody_from_its_region() -> None:
+    home = mesh(60)
+    known, _ = measured(home)
+    dead, me = sorted(home)[0], sorted(home)[30]
+    known = {pair: link for pair, link in known.items() if pair != (me, dead)}
+    assert dead in whom_to_probe(me, list(home), known)
+    assert len(whom_to_probe(me, list(home), known)) <= 6
+    wanted = whom_to_probe(me, list(home), known, {dead})
+    assert dead in wanted, "now and then"
+    assert sum(home[p] == home[me] for p in wanted) >= 14
+    assert len(wanted) < 30

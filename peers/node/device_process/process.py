@@ -235,6 +235,8 @@ class DeviceProcess:
             pass
         except* ProtocolError as errors:
             child.kill(f"broke the protocol ({leaves(errors)[0]})")
+        except* Exception as errors:  # the peer outlasts its device, whatever this was
+            child.kill(f"said what its peer fails on ({leaves(errors)[0]!r})")
         return await child.end()
 
     async def _watch(self, child: Child) -> None:

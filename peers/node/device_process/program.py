@@ -177,7 +177,7 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
                 begun=begun,
                 bandwidth=lambda peer: known.get(peer, math.inf),
             )
-            lend_profiles(transport, compute, device, member, graphs, shared=bool(begin.host))
+            lend_profiles(transport, compute, device, member, graphs, shared=bool(begin.host), timeouts=begin.timeouts)
             group.create_task(_tell_state(channel, member))
             channel.post(Ready(device, confinement))
             while True:

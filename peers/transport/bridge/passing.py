@@ -72,7 +72,7 @@ class Passing:
         self._group: asyncio.TaskGroup | None = None
         self._passed: dict[int, Stream] = {}
         self._number = 0
-        self._opening = 0
+        self._opening: set[int] = set()
         self._is_over = asyncio.Event()  # the other process has gone, or talks nonsense
         for purpose in serves:
             self.serve(purpose)
@@ -95,9 +95,11 @@ class Passing:
                         socket.close(handle)
                         raise ProtocolError("a descriptor came with a message that needs none")
                     if isinstance(message, Open):
-                        self._opening += 1
-                        if self._opening > MOST_OPENING:
-                            raise ProtocolError(f"more than {MOST_OPENING} streams are to be opened at once")
+                        if message.stream in self._opening or len(self._opening) >= MOST_OPENING:
+                            raise ProtocolError(
+                                f"more than {MOST_OPENING} streams are to be opened at once, or one twice"
+                            )
+                        self._opening.add(message.stream)
                         group.create_task(self._open(message))
                     elif isinstance(message, Allow) and message.stream in self._passed:
                         allowed = min(message.payload_bytes, self._limits.payload_bytes)
@@ -139,17 +141,22 @@ class Passing:
                 raise NotPermittedError(f"a stream of purpose {asked.purpose!r} may not be opened from there")
             stream = await self._transport.open(asked.peer, asked.purpose, await self._addresses(asked.peer))
         except (MeshceeError, StreamClosed) as error:
-            kind = NotPermittedError if isinstance(error, NotPermittedError) else JoinError
-            self._channel.post(Failed(asked.stream, kind.__name__, str(error)[:2000]))
+            self._fail(asked, error)
             return
         finally:
-            self._opening -= 1
+            self._opening.remove(asked.stream)
         try:
             await self._pass(asked.stream, stream, Opened)
         except (StreamClosed, ProtocolError):
             pass  # both ends have heard
+        except OSError as error:  # this machine has no sockets left
+            self._fail(asked, error)
         finally:
             stream.abort()
+
+    def _fail(self, asked: Open, error: Exception) -> None:
+        kind = NotPermittedError if isinstance(error, NotPermittedError) else JoinError
+        self._channel.post(Failed(asked.stream, kind.__name__, str(error)[:2000]))
 
     async def _pass(self, number: int, stream: Stream, told: Callable[..., Any]) -> None:
         """Until one end is over; then the other one ends as well, once what was sent has arrived there."""

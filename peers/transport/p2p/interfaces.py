@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from dht import checked, dialable, host_of
+from dht import MAX_ADDRESSES, checked, dialable, host_of
 from meshcee.errors import JoinError, ProtocolError, UsageError
 
 __all__ = ["announced", "multiaddress", "reserve"]
@@ -123,11 +123,12 @@ def _machine_ips() -> list[str]:
 def announced(listening: Sequence[str], announce: Sequence[str] = ()) -> tuple[str, ...]:
     """What others are told: what the user says, else the machine's own addresses in place of 0.0.0.0 and ::.
 
-    Loopback is told only when there is nothing else; then nobody else can dial it anyway.
+    Public ones come first, and no more are told than a record may hold. Loopback is told only when there is nothing else; then
+    nobody else can dial it anyway.
     """
     port = int(listening[0].split("/")[4])
     if announce:
-        return tuple(multiaddress(a, port) for a in announce)
+        return tuple(multiaddress(a, port) for a in announce[:MAX_ADDRESSES])
     ips = _machine_ips()
     found: list[str] = []
     for address in listening:
@@ -140,7 +141,7 @@ def announced(listening: Sequence[str], announce: Sequence[str] = ()) -> tuple[s
         found += ["/".join(["", kind, ip, *rest]) for ip in matching]
     others = dialable(found)
     if others:
-        return tuple(others)
+        return tuple(others[:MAX_ADDRESSES])
     return tuple(dict.fromkeys(found)) or tuple(
         a.replace(host_of(a), "127.0.0.1", 1) for a in listening if a.startswith("/ip4/")
     )

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeVar
 
 import structlog
 
@@ -49,6 +49,7 @@ SILENT_LOOKS = 3  # unanswered in a row before it is killed and restarted
 _SOCKET_CHARS = 60  # of a folder's name, so that sockets in it stay below the 104 bytes that macOS allows
 
 
+C = TypeVar("C")
 Restarted = Callable[[P2P], Awaitable[None]]
 
 
@@ -260,18 +261,22 @@ class P2PDaemon:
         """Who counts on p2pd goes on over this one, and tries again after a failure: a machine that has just lost it is busy."""
         waiting, pause_s = list(self._callbacks), RETRY_S
         while waiting and process.returncode is None:
-            failed = []
-            for callback in waiting:
-                try:
-                    async with asyncio.timeout(self.timeouts.join_s):
-                        await callback(self.p2p)
-                except Exception as error:
-                    log.warning("p2pd.restart_callback_failed", error=repr(error))
-                    failed.append(callback)
-            waiting = failed
+            waiting = await self._failing(waiting, lambda callback: callback(self.p2p))
             if waiting:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MOST_RETRY_S)
+
+    async def _failing(self, callbacks: Iterable[C], call: Callable[[C], Awaitable[None]]) -> list[C]:
+        """Those that fail or hang: they are to be called again."""
+        failing = []
+        for callback in callbacks:
+            try:
+                async with asyncio.timeout(self.timeouts.join_s):
+                    await call(callback)
+            except Exception as error:
+                log.warning("p2pd.callback_failed", error=repr(error))
+                failing.append(callback)
+        return failing
 
     async def _restart(self) -> None:
         for attempt in range(RESTARTS):
@@ -294,14 +299,14 @@ class P2PDaemon:
     async def _look(self) -> None:
         """A p2pd that runs but does not answer is as good as dead. A laptop in another network has other addresses."""
         silent, before = 0, self.addresses
+        untold: list[Callable[[], Awaitable[None]]] = []
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             here = self._own_addresses()
             if here == before != self.addresses and dialable(here):  # p2pd listens on all of them, and need not know
-                self.addresses = here
+                self.addresses, untold = here, self._moved
                 log.info(Event.MOVED, addresses=here)
-                for callback in self._moved:
-                    await callback()
+            untold = await self._failing(untold, lambda callback: callback())
             before = here
             process = self._process
             if self._p2p is None or process is None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from meshcee.capture import Capture, capture, encode_program
 from meshcee.capture.graph.same_work import alike, tied
-from meshcee.config import Limits
+from meshcee.config import Limits, Timeouts
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.figures.timing import BlockTimes
 from meshcee.job import Job
@@ -27,7 +27,7 @@ from peers.device.compute import Compute, Pace
 from peers.device.graphs import Graphs
 from peers.measure.block_profiler import BlockProfiler, ProfileRequest
 from peers.planning.job_costs import costs_of, sizes_of
-from peers.transport.base import Frame
+from peers.transport.base import Frame, StreamClosed
 from peers.transport.memory import MemoryNetwork
 from peers.wire import messages
 from tests.peers.member.test_training import make_job
@@ -247,3 +247,19 @@ async def test_another_graph_than_announced_and_one_that_is_none_are_refused() -
     none = await refusal(junk, Frame(messages.PROFILE, header, [request]), Frame(messages.GRAPH, {}, [junk]))
     assert none.kind == messages.REFUSED
     assert none.header["error"] == "GraphError"
+
+
+@pytest.mark.parametrize("says", ["nothing", "no graph"])
+async def test_who_asks_for_a_profile_and_says_no_more_is_let_go(says: str) -> None:
+    job, captured = captured_job()
+    async with Compute() as compute:
+        network = MemoryNetwork()
+        async with network.transport("owner") as owner, network.transport("peer") as peer:
+            peer.serve("profile", profiler(compute, timeouts=Timeouts(offer_s=0.2)).serve)
+            stream = await owner.open("peer", "profile")
+            if says == "no graph":
+                await stream.send(Frame(messages.PROFILE, {"graph": "0" * 64}, [request_of(job, captured).pack()]))
+                assert (await stream.recv()).kind == messages.WANTED
+            async with asyncio.timeout(20):
+                with pytest.raises(StreamClosed):
+                    await stream.recv()

@@ -19,7 +19,7 @@ from peers.measure.measuring import PROBE_SHARE
 from peers.measure.probe import LIGHT_S, MOST_MEASURED_BYTES_PER_S, Probed, Turns, probe_link
 from peers.measure.sounding import SHARE, sound
 from peers.node.assemble import InProcess, JoinOptions
-from peers.transport.base import Frame, Transport
+from peers.transport.base import Frame, StreamClosed, Transport
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire import messages
 from tests.rig.virtual_time import virtual_time
@@ -82,6 +82,22 @@ async def test_two_that_probe_each_other_measure_what_each_would_measure_alone(a
                 other = second if end is first else first
                 assert link.bandwidth_bytes_per_s == pytest.approx(speeds[end.peer_id, other.peer_id], rel=0.05)
                 assert link.latency_s == pytest.approx(0.03, rel=0.1)
+
+
+@virtual_time
+async def test_a_prober_that_reads_nothing_or_asks_twice_is_let_go() -> None:
+    network = MemoryNetwork()
+    async with network.transport("a") as a, network.transport("b") as b:
+        b.serve("probe", Turns("b", 5.0).serve)
+        began_s = asyncio.get_running_loop().time()
+        first, second = await a.open("b", "probe"), await a.open("b", "probe")
+        await second.send(Frame(messages.PING))
+        assert (await second.recv()).kind == messages.PONG
+        for stream, longest_s in ((first, 1.0), (second, 6.0)):
+            async with asyncio.timeout(10.0):
+                with pytest.raises(StreamClosed):
+                    await stream.recv()
+            assert asyncio.get_running_loop().time() < began_s + longest_s
 
 
 async def probed(wire: Callable[[int], float]) -> tuple[LinkProfile, int]:
@@ -215,3 +231,36 @@ async def test_links_that_are_asked_about_are_measured_with_a_small_share_of_the
     assert len(found) >= watched_s / 20, "it is still looked at"
     assert found == pytest.approx([bandwidth] * len(found), rel=0.2)
     assert sent / bandwidth <= 1.1 * SHARE * watched_s
+
+
+@virtual_time
+async def test_a_link_that_cannot_be_measured_holds_up_neither_the_others_nor_who_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried: list[tuple[str, str, bool]] = []
+    hangs: set[str] = set()
+
+    async def probe(transport: Transport, target: str, *rest: Any, target_s: float, **more: Any) -> Probed:
+        tried.append((transport.peer_id, target, target_s == LIGHT_S))
+        await asyncio.sleep(60.0 if target in hangs else 0.1)
+        return Probed(LinkProfile(0.01, 1e7, now()), 1 << 10)
+
+    def now() -> float:
+        return asyncio.get_running_loop().time()
+
+    monkeypatch.setattr("peers.measure.measuring.probe_link", probe)
+    async with InProcess(JoinOptions(), timeouts=Timeouts(), clock=now, monotonic=now) as here:
+        a, b = [await here.start(name) for name in "ab"]
+        await asyncio.sleep(30)
+        for name in "cd":
+            hangs.add((await here.start(name)).peer_id)
+        tried.clear()
+        await asyncio.sleep(800)
+        assert tried.count((a.peer_id, b.peer_id, False)) >= 3
+        assert {target for source, target, _ in tried if source == a.peer_id} == {b.peer_id, *hangs}
+        assert sum(source == a.peer_id and target in hangs for source, target, _ in tried) <= 10 * len(hangs)
+        tried.clear()
+        for _ in range(30):
+            await sound(b, [(a.peer_id, b.peer_id)])
+            await asyncio.sleep(2)
+        assert tried.count((a.peer_id, b.peer_id, True)) >= 2

@@ -282,6 +282,14 @@ async def test_hostile_packed_payloads_are_refused(size: int, shape: list[int], 
             await coding.values(Frame(messages.F, {"tensors": [["float32", shape, "lossless"]]}, [bytearray(size)]))
 
 
+@pytest.mark.parametrize("kind", [messages.B, messages.NORMS, messages.SHARED])
+async def test_an_expanded_tensor_may_not_be_larger_than_a_frame(kind: str) -> None:
+    async with Compute() as compute:
+        coding = Coding({}, {}, compute, seed=0, stage=1, limit_bytes=4096)
+        with pytest.raises(ProtocolError, match="at most 4096"):
+            await coding.values(Frame(kind, {"tensors": [["float32", [1 << 40], [0]]]}, [bytearray(4)]))
+
+
 async def test_any_bytes_of_the_right_size_decode_to_something() -> None:
     async with Compute() as compute:
         coding = Coding({}, {messages.F: "int4"}, compute, seed=0, stage=1, limit_bytes=1 << 20)

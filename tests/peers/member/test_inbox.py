@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from meshcee.errors import ProtocolError
-from peers.member.inbox import Inbox
+from peers.member.inbox import Inbox, named_tensors
 
 
 def test_each_arrival_is_taken_once() -> None:
@@ -47,3 +47,20 @@ def test_shared_gradients_of_several_stages_are_merged_but_not_doubled() -> None
     inbox.put_totals(0, {"a": one})
     with pytest.raises(ProtocolError, match="twice"):
         inbox.put_totals(0, {"a": one})
+
+
+@pytest.mark.parametrize(
+    ("names", "values"),
+    [
+        (["a", "made up"], [torch.ones(2), torch.ones(2)]),
+        (["a"], [torch.ones(1).expand(1 << 48)]),
+        (["a"], [torch.ones(2, dtype=torch.float64)]),
+        (["a", "b"], [torch.ones(2)]),
+    ],
+    ids=["a name that is not shared", "another shape", "another type", "a tensor too few"],
+)
+def test_gradients_of_what_the_sender_does_not_share_are_refused(names: list[str], values: list[object]) -> None:
+    like = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    assert named_tensors({"names": ["a", "b"]}, [torch.ones(2), None], like).keys() == like.keys()
+    with pytest.raises(ProtocolError, match="shared gradient"):
+        named_tensors({"names": names}, values, like)

@@ -315,6 +315,12 @@ def test_norms_that_make_no_sense_are_refused(values: list[object]) -> None:
         norms_of(values, 5)
 
 
+def test_more_norms_than_parameters_are_refused_before_they_are_looked_at() -> None:
+    """An expanded tensor of 2**20 numbers arrives in eight bytes."""
+    with pytest.raises(ProtocolError, match="1048576 norms"):
+        norms_of([torch.tensor([0]).expand(1 << 20), torch.ones(1, dtype=torch.float64).expand(1 << 20)], 5)
+
+
 async def test_an_evaluation_may_have_large_outputs() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
 import shutil
@@ -25,7 +26,7 @@ from torch import nn
 
 from meshcee.config import Limits, Timeouts
 from meshcee.eager import plain
-from meshcee.errors import MeshceeError, PlanError, StaleTermError
+from meshcee.errors import MeshceeError, PlanError, ProtocolError, StaleTermError
 from meshcee.events import Event
 from meshcee.figures.profile import DeviceProfile
 from peers.device.graphs import Graphs
@@ -56,6 +57,7 @@ from peers.node.device_process.messages import (
 )
 from peers.transport import StreamClosed
 from peers.transport.bridge import GIVES, TAKES, Channel, Passing, pair
+from peers.transport.bridge.channel import Failed, Open, Opened
 from peers.transport.memory import MemoryNetwork
 from tests.peers.member.test_training import make_job
 from tests.peers.owner.test_recovery import FAST
@@ -124,6 +126,50 @@ async def test_nobody_reaches_a_process_that_has_ended() -> None:
         channel.close()
         with pytest.raises(StreamClosed):
             await passing.dial("inputs")
+
+
+@asynccontextmanager
+async def passed(opens: tuple[str, ...] = ("stage",)) -> AsyncIterator[tuple[asyncio.Task[None], Channel]]:
+    """The peer's side as it runs, and the end of the channel that a process has."""
+    near, far = pair()
+    network = MemoryNetwork()
+    here, there = Channel(near, TAKES), Channel(far, GIVES)
+    async with network.transport("p0") as transport, network.transport("p1") as other:
+        other.serve("stage", lambda stream: asyncio.sleep(WAIT_S))
+        passing = Passing(transport, here, serves=(), opens=opens, addresses=nowhere, limits=Limits(), timeouts=USUAL)
+        running = asyncio.create_task(passing.run())
+        yield running, there
+        running.cancel()
+        await asyncio.wait([running])
+    here.close()
+    there.close()
+
+
+async def test_a_stream_that_is_to_be_opened_twice_at_once_is_against_the_protocol() -> None:
+    async with passed() as (running, there):
+        for _ in range(2):
+            there.post(Open(-1, "p1", "stage"))
+        with pytest.raises(ExceptionGroup) as failed:
+            await running
+    assert failed.group_contains(ProtocolError, match="one twice")
+
+
+async def test_a_stream_for_which_there_are_no_sockets_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*args: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async with passed() as (running, there):
+        with monkeypatch.context() as full:
+            full.setattr("socket.socketpair", none)
+            there.post(Open(-1, "p1", "stage"))
+            told, _ = await there.receive()
+        assert isinstance(told, Failed)
+        assert "Too many open files" in told.text
+        there.post(Open(-1, "p1", "stage"))
+        told, handle = await there.receive()
+        assert isinstance(told, Opened)
+        os.close(handle)
+        assert not running.done()
 
 
 async def test_a_process_signs_the_steps_of_an_audit_with_a_key_that_speaks_for_its_peer(
@@ -453,6 +499,14 @@ async def test_who_talks_nonsense_or_is_silent_is_ended_and_the_next_one_promise
         after.there.post(Ready(PROFILE, BARE))
         await after.said(Ping)
         assert not device.is_busy
+
+
+async def test_what_the_peer_itself_fails_on_ends_the_process_and_not_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with faked(monkeypatch, begun=lambda: {}["no such figures"]) as (_, child):
+        child.there.post(Begun())
+        after = await asyncio.wait_for(FakeChild.made.get(), WAIT_S)
+        assert "KeyError('no such figures')" in child.why
+        assert (await after.said(Begin)).known == PROFILE
 
 
 async def test_graphs_are_checked_by_the_peer_and_no_more_than_an_offer_has(monkeypatch: pytest.MonkeyPatch) -> None:

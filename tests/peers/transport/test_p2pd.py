@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from dht.addresses import MAX_ADDRESSES
 from dht.signing import Identity
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, UsageError
@@ -123,9 +124,12 @@ async def test_a_machine_in_another_network_tells_its_new_addresses(
     monkeypatch.setattr("peers.transport.p2p.interfaces._machine_ips", lambda: list(ips))
     moves: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
     async with daemon(tmp_path, listen=("0.0.0.0:0",)) as a:
+        fails = [JoinError("too late")]
 
         async def note() -> None:
             moves.put_nowait(a.addresses)
+            if fails:
+                raise fails.pop()
 
         a.on_move(note)
         assert "/192.168.1.5/" in a.addresses[0]
@@ -135,6 +139,7 @@ async def test_a_machine_in_another_network_tells_its_new_addresses(
         ips[:] = ["10.0.0.7"]
         async with asyncio.timeout(20):
             (moved,) = await moves.get()
+            assert (moved,) == await moves.get(), "who failed hears of it again"
         assert moved.startswith("/ip4/10.0.0.7/tcp/")
         assert moved.endswith(a.peer_id)
         pid = p2pd_of(a).pid
@@ -333,6 +338,9 @@ def test_only_addresses_of_a_machine_that_others_can_dial_are_told(monkeypatch: 
     assert announced(("/ip4/0.0.0.0/tcp/5",)) == ("/ip4/127.0.0.1/tcp/5",)
     interfaces()
     assert announced(("/ip4/0.0.0.0/tcp/5",)) == ("/ip4/127.0.0.1/tcp/5",)
+    interfaces(**{f"eth{i}": f"192.168.1.{i}" for i in range(1, 30)}, ppp0="8.8.8.8")
+    told = announced(("/ip4/0.0.0.0/tcp/5",))
+    assert (len(told), told[0]) == (MAX_ADDRESSES, "/ip4/8.8.8.8/tcp/5"), "a record with more is refused"
 
 
 @pytest.mark.parametrize(
