@@ -256,14 +256,19 @@ class Draft:
             writer.abort()
 
     def finish(self, state: Mapping[str, torch.Tensor], frozen: Layout, **about: Any) -> Checkpoint:
-        """Add what training does not change, make it durable, put it in its place, forget the oldest."""
-        about = {**about, "data": self._store.place(self.next_step)}  # before the lock: it may read data, and take long
-        with self._store.lock:
-            return self._finish(state, frozen, about)
+        """Add what training does not change, make it durable, put it in its place, forget the oldest. What fails leaves nothing:
+        the epoch may be over by then.
+        """
+        try:
+            about = {**about, "data": self._store.place(self.next_step)}  # before the lock: it may read data, and take long
+            with self._store.lock:
+                return self._finish(state, frozen, about)
+        except BaseException:
+            self.discard()
+            raise
 
     def _finish(self, state: Mapping[str, torch.Tensor], frozen: Layout, about: Mapping[str, Any]) -> Checkpoint:
         if self not in self._store.drafts:
-            self.discard()
             raise CheckpointError(f"the state after {self.next_step} steps was taken back while it was written")
         if frozen:
             self._frozen(state, frozen)

@@ -203,12 +203,9 @@ class Saving:
             while copied.next_step > self._reported:
                 self._news.clear()
                 await self._news.wait()
-            finishes = True  # from here on it is completed, whatever happens to the epoch
+            finishes = True  # or leaves nothing, whatever happens to the epoch
             plan = self._links[0].offer.plan.to_json()
             self.made.append(await asyncio.to_thread(draft.finish, self._state, self._frozen, plan=plan))
-        except OSError:
-            finishes = False
-            raise
         finally:
             if not finishes:
                 draft.discard()
