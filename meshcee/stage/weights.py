@@ -184,6 +184,8 @@ def optimizer_layout(optimizer: Optimizer, masters: Layout) -> dict[str, tuple[t
     built = optimizer.build(tiny)
     for parameter in tiny.values():
         parameter.grad = torch.zeros_like(parameter)
+    for group in built.param_groups:
+        group["capturable"] = False  # kernels for GPUs alone, which keep the same
     built.step()
     for name, parameter in tiny.items():
         for key, value in built.state.get(parameter, {}).items():

@@ -162,6 +162,14 @@ def test_the_layout_of_an_optimizer_is_what_torch_keeps(name: str) -> None:
     assert optimizer_layout(optimizer, {"layer.weight": (torch.float32, (4, 5))}) == kept
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "ASGD", "Rprop"])
+def test_an_optimizer_for_gpus_alone_keeps_what_it_keeps_on_a_cpu(name: str) -> None:
+    """torch refuses a step of it on a CPU, where the layout is found."""
+    masters = {"layer.weight": (torch.float32, (4, 5))}
+    layouts = [optimizer_layout(Optimizer(name, **options), masters) for options in ({}, {"capturable": True})]
+    assert layouts[0] == layouts[1]
+
+
 def job_with_frozen_weights(seed: int) -> Job:
     made = job_of()
     torch.manual_seed(seed)
