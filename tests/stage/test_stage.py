@@ -24,7 +24,7 @@ from meshcee.job import Job
 from meshcee.optim import Optimizer, Schedule
 from meshcee.planner.live import workload_of
 from meshcee.stage.runner import clip_coefficient, global_norm
-from meshcee.stage.weights import Weights
+from meshcee.stage.weights import Weights, optimizer_layout
 from tests.peers.groups.test_live_groups import Lopsided, lopsided
 from tests.rig import zoo
 from tests.rig.chain import Chain
@@ -427,20 +427,34 @@ def test_norms_of_two_types_are_combined_as_the_gradients_that_there_are(stages:
     assert_equal(chain, chain.run(job.steps), reference(job))
 
 
-@pytest.mark.parametrize(("options", "where"), [({}, "cpu"), ({"capturable": True}, "meta")])
-def test_counts_come_back_to_where_the_optimizer_reads_them(options: dict[str, Any], where: str) -> None:
-    """On a GPU every recovery failed with `capturable` or `fused`, whose kernels read them there."""
+@pytest.mark.parametrize(
+    ("optimizer", "where"),
+    [
+        (Optimizer("AdamW"), "cpu"),
+        (Optimizer("AdamW", capturable=True), "meta"),
+        (Optimizer("ASGD"), "meta"),
+        (Optimizer("AdamW", groups={"weight": {"class": "ASGD"}}), "meta"),
+    ],
+)
+def test_counts_come_back_to_where_the_optimizer_reads_them(optimizer: Optimizer, where: str) -> None:
+    """On a GPU every recovery failed with ASGD, and with `capturable` or `fused`, whose kernels read them there."""
     model = nn.Linear(4, 4)
     state = {name: tensor.detach() for name, tensor in model.named_parameters()}
     entries = {
         name: Input("parameter", Value(name, t.dtype, tuple(t.shape)), trainable=True) for name, t in state.items()
     }
-    names, optimizer = tuple(state), Optimizer("AdamW", lr=0.1, **options)
+    names = tuple(state)
     weights = Weights(names, names, (), state, optimizer, torch.device("meta"), entries)
-    moments = {"exp_avg": torch.zeros(4, 4), "exp_avg_sq": torch.zeros(4, 4)}
-    weights.load_optimizer_state({"weight": {"step": torch.tensor(3.0), **moments}})
+    layout = optimizer_layout(optimizer, {name: (t.dtype, tuple(t.shape)) for name, t in state.items()})
+    kept = {
+        key.rpartition("/")[2]: torch.zeros(shape, dtype=dtype)
+        for key, (dtype, shape) in layout.items()
+        if "weight" in key
+    }
+    weights.load_optimizer_state({"weight": kept})
     found = weights.optimizer_state()["weight"]
-    assert (found["step"].device.type, found["exp_avg"].device.type) == (where, "meta")
+    assert {tensor.device.type for tensor in found.values() if not tensor.dim()} == {where}
+    assert {tensor.device.type for tensor in found.values() if tensor.dim()} == {"meta"}
 
 
 def test_a_group_does_not_share_an_embedding_whose_gradients_depend_on_the_whole_batch() -> None:
