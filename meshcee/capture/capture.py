@@ -293,7 +293,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     layout = {
         n: (torch.float32 if widens and t.dtype in HALVES else t.dtype, tuple(t.shape)) for n, t in tensors.items()
     }
-    job.optimizer.check({names[n]: p.dtype for n, p in model.named_parameters() if p.requires_grad})
+    job.optimizer.check({names[n]: layout[names[n]][0] for n, p in model.named_parameters() if p.requires_grad})
     for why in job.optimizer.unmet([n for n, _ in model.named_parameters()], aliases):
         log.warning(Event.GROUP_UNMET, why=why)
     persistent = dict.fromkeys(n for n in model.state_dict(keep_vars=True) if n in names)

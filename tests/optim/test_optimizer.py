@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,16 @@ def test_adafactor_over_several_types_wants_its_eps() -> None:
     Optimizer("Adafactor", groups={"a.*": {"lr": 0.1}}).check(types)
     Optimizer("AdamW", lr=0.1).check(types)
     Optimizer("Adafactor").check(dict.fromkeys(types, torch.float32))
+
+
+def test_adafactor_in_bf16_updates_masters_which_are_of_one_type() -> None:
+    model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4))
+    data = [(torch.zeros(4), torch.zeros(4))] * 2
+    job = Job(model=model, loss=F.mse_loss, data=data, optimizer=Optimizer("Adafactor"), batch_size=2, steps=1)
+    with pytest.raises(UsageError, match="eps="):
+        capture(job)
+    layout = capture(replace(job, precision="bf16")).layout
+    assert {dtype for dtype, _ in layout.values()} == {torch.float32}
 
 
 def test_two_classes_update_as_two_optimizers_of_torch() -> None:
