@@ -406,15 +406,25 @@ class Mixed(nn.Module):
         h = self.second(torch.tanh(self.first(x)).bfloat16())
         for layer in self.more:
             h = torch.tanh(layer(h))
-        return self.head(h.float())  # type: ignore[no-any-return]
+        return self.head(h.to(self.head.weight.dtype))  # type: ignore[no-any-return]
+
+
+class Detached(Mixed):
+    """No gradient flows to what the loss reads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.pooler(x.bfloat16()).float().detach()[:, :3]
 
 
 @pytest.mark.parametrize("stages", [1, 3])
-def test_norms_of_two_types_are_combined_as_the_gradients_that_there_are(stages: int) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize(("kind", "precision", "seed"), [(Mixed, "fp32", 0), (Mixed, "bf16", 1), (Detached, "fp32", 8)])
+def test_norms_of_two_types_are_combined_as_the_gradients_that_there_are(
+    kind: type[nn.Module], precision: str, seed: int, stages: int
+) -> None:
+    torch.manual_seed(seed)
     data = [(torch.randn(6), torch.randn(3)) for _ in range(64)]
     job = Job(
-        model=Mixed(),
+        model=kind(),
         loss=F.mse_loss,
         optimizer=Optimizer("SGD", lr=0.5),
         data=data,
@@ -422,6 +432,7 @@ def test_norms_of_two_types_are_combined_as_the_gradients_that_there_are(stages:
         micro_batch_size=4,
         steps=20,
         clip_norm=0.01,
+        precision=precision,
     )
     chain = Chain(job, capture(job), stages)
     assert_equal(chain, chain.run(job.steps), reference(job))
