@@ -293,7 +293,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     layout = {
         n: (torch.float32 if widens and t.dtype in HALVES else t.dtype, tuple(t.shape)) for n, t in tensors.items()
     }
-    job.optimizer.check({names[n]: p.dtype for n, p in model.named_parameters() if p.requires_grad})
+    job.optimizer.check({names[n]: layout[names[n]][0] for n, p in model.named_parameters() if p.requires_grad})
     for why in job.optimizer.unmet([n for n, _ in model.named_parameters()], aliases):
         log.warning(Event.GROUP_UNMET, why=why)
     persistent = dict.fromkeys(n for n in model.state_dict(keep_vars=True) if n in names)
@@ -347,6 +347,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         if recorder is None and job.precision == "fp32":
             _eagerly(model, job, example)
         raise
+    reached = analysis.reached(program.nodes, program.outputs[0])
     return Capture(
         train=program,
         evaluate=evaluation,
@@ -354,7 +355,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         state=state,
         layout=layout,
         aliases=aliases,
-        param_order=_norm_order(model, {x.name for x in program.inputs if x.trainable}),
+        param_order=_norm_order(model, layout, {x.name for n, x in enumerate(program.inputs) if n in reached}),
         persistent=tuple(n for n in layout if n in persistent),
         output_form=form,
         took_s=time.perf_counter() - start_s,
@@ -497,12 +498,12 @@ def _refuse_types(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
         ) from error
 
 
-def _norm_order(model: nn.Module, trainable: Set[str]) -> tuple[str, ...]:
-    """As named_parameters; where types are mixed, in the groups that clip_grad_norm_ makes of the gradients. What the loss does not
-    depend on has none, and the first gradient's type says which group comes first."""
+def _norm_order(model: nn.Module, layout: Layout, reached: Set[str]) -> tuple[str, ...]:
+    """As named_parameters; where types are mixed, in the groups that clip_grad_norm_ makes of the gradients. What no gradient flows
+    to has none, and the first gradient's type says which group comes first."""
     names = [name for name, _ in model.named_parameters()]
-    trained = [name for name in names if name in trainable]
-    parts: list[torch.Tensor | None] = [torch.empty(0, dtype=model.get_parameter(name).dtype) for name in trained]
+    trained = [name for name in names if name in reached]
+    parts: list[torch.Tensor | None] = [torch.empty(0, dtype=layout[name][0]) for name in trained]
     groups = list(_group_tensors_by_device_and_dtype([parts], with_indices=True).values()) if parts else []
     if len(groups) < 2:
         return tuple(names)

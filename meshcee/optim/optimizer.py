@@ -60,6 +60,11 @@ class Optimizer:
             known = key in ("class", "adjust_lr_fn") and isinstance(value, str)
             if not (value is None or isinstance(value, bool | int | float) or numbers or known):
                 raise UsageError(f"optimizer option {key:.80}={value!r:.80} is no number; groups= choose by name")
+        if any("initial_accumulator_value" in own for own in self.groups.values()):
+            raise UsageError(
+                "torch reads no initial_accumulator_value of a group: say it of all, Optimizer('Adagrad', "
+                "initial_accumulator_value=0.5), and give other groups a class"
+            )
         self.name = name
         self.ema: float | None = None  # a stage keeps an average of what it updates: what a Job says
         self.eval_ema = False  # and evaluates it

@@ -6,7 +6,7 @@ each step. The owner and the plain loop share this room; members never see a dat
 
 from meshcee.sampling.again import FED, repeats, unrepeatable
 from meshcee.sampling.data import batch_of, batched, call_model, inputs_of, rebuild, stack
-from meshcee.sampling.hyper import HyperSchedule
+from meshcee.sampling.hyper import HyperSchedule, scheduled
 from meshcee.sampling.order import GENERATORS, NO_STEP, collated, draw, generators_put_back, read
 from meshcee.sampling.source import Source, indices_of, inputs_of_one, order_digest, probes, source_of
 
@@ -30,6 +30,7 @@ __all__ = [
     "read",
     "rebuild",
     "repeats",
+    "scheduled",
     "source_of",
     "stack",
     "unrepeatable",

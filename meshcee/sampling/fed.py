@@ -5,6 +5,8 @@ the network or a generator of its own is found out before the start (again.py). 
 owner's disk before anybody computes on them, and stay until no checkpoint is left that training could go back to.
 
     fed/step-00000040.safetensors     "0/x", "0/y", "1/x", ...: the raw inputs of each micro-batch
+
+Kernels round by strides, too, so the file's metadata has those of each tensor that is not contiguous.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import torch
 
 from meshcee.errors import UsageError
 from meshcee.files import disk
+from meshcee.files.strict_json import dumps, loads
 from meshcee.sampling.again import MOST_BYTES
 
 __all__ = ["Fed"]
@@ -95,8 +98,13 @@ class Fed:
             return None
         found: dict[int, dict[str, torch.Tensor]] = {}
         try:
-            for name, tensor in safetensors.torch.load(self._path(step).read_bytes()).items():
+            data = self._path(step).read_bytes()
+            tensors = safetensors.torch.load(data)
+            strides = loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
+            for name, tensor in tensors.items():
                 micro, _, own = name.partition("/")
+                if name in strides:
+                    tensor = _as_it_lay(tensor, loads(strides[name]))
                 found.setdefault(int(micro), {})[own] = tensor
             return [found[micro] for micro in range(len(found))]
         except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
@@ -106,13 +114,13 @@ class Fed:
 
     def _save(self, step: int, batches: list[Raw]) -> None:
         # Cloned: of one sample inputs may share memory, which the format refuses.
-        tensors = {
-            f"{m}/{name}": tensor.clone(memory_format=torch.contiguous_format)
-            for m, raw in enumerate(batches)
-            for name, tensor in raw.items()
+        given = {f"{m}/{name}": tensor for m, raw in enumerate(batches) for name, tensor in raw.items()}
+        tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in given.items()}
+        strides = {
+            name: dumps(tensor.stride()) for name, tensor in given.items() if tensor.stride() != tensors[name].stride()
         }
         try:
-            data = safetensors.torch.save(tensors)
+            data = safetensors.torch.save(tensors, strides)
             if len(data) > self._most_bytes:
                 raise ValueError(f"it has {len(data)} bytes, and at most {self._most_bytes} are kept of all steps")
             self._make_room(step, len(data))
@@ -144,3 +152,11 @@ class Fed:
         if event not in self._warned:
             log.warning(event, **about)
         self._warned.add(event)
+
+
+def _as_it_lay(tensor: torch.Tensor, strides: list[int]) -> torch.Tensor:
+    """With gaps where there were gaps; what was expanded is written once."""
+    made = torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype)
+    own = tuple(slice(None if stride else 1) for stride in strides)
+    made[own].copy_(tensor[own])
+    return made

@@ -19,7 +19,7 @@ import torch
 from meshcee.optim import Optimizer, Schedule
 from meshcee.user_code import calling
 
-__all__ = ["HyperSchedule"]
+__all__ = ["HyperSchedule", "scheduled"]
 
 DRIVEN = ("lr", "momentum", "betas")  # what torch's schedulers write
 KEPT_EVERY = 1024  # steps; going back then takes some 30 ms
@@ -65,6 +65,16 @@ class HyperSchedule:
                 self._step += 1
                 if self._step % KEPT_EVERY == 0:
                     self._kept.append((self._step, copy.deepcopy((self._optimizer, self._scheduler))))
+
+
+def scheduled(optimizer: Optimizer, schedule: Schedule | None) -> Optimizer:
+    """The same with the momentum that the schedule begins with: SGD and RMSprop keep a buffer where they have any."""
+    if schedule is None:
+        return optimizer
+    *own, rest = [{k: v for k, v in g.items() if k == "momentum"} for g in HyperSchedule(optimizer, schedule).at(0)]
+    groups = {pattern: {**extra, **more} for (pattern, extra), more in zip(optimizer.groups.items(), own, strict=True)}
+    found = Optimizer(optimizer.name, groups=groups, **{**optimizer.options, **rest})
+    return found.averaging(optimizer.ema, optimizer.eval_ema)
 
 
 def _plain(value: Any) -> Any:

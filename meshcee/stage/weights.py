@@ -143,13 +143,14 @@ class Weights:
     def load_optimizer_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """As `optimizer_state` returned it, from any device; moments get the strides with which the optimizer makes them.
 
-        Step counts stay on the CPU, where torch keeps them, but for options whose kernels read them on the device.
+        Step counts stay on the CPU, where torch keeps them, but for options whose kernels read them on the device, and of ASGD.
         """
         groups = [group for group in self.optimizer.param_groups if group.get("fused") or group.get("capturable")]
         on_device = {id(parameter) for group in groups for parameter in group["params"]}
         for name, parameter in self.masters.items():
             if state.get(name):
-                counts_at = parameter.device if id(parameter) in on_device else torch.device("cpu")
+                there = id(parameter) in on_device or "eta" in state[name]
+                counts_at = parameter.device if there else torch.device("cpu")
                 kept = partial(_kept, parameter=parameter, counts_at=counts_at)
                 found = {k: kept(k, v) if isinstance(v, torch.Tensor) else v for k, v in state[name].items()}
                 if AVERAGE in found:
@@ -184,6 +185,8 @@ def optimizer_layout(optimizer: Optimizer, masters: Layout) -> dict[str, tuple[t
     built = optimizer.build(tiny)
     for parameter in tiny.values():
         parameter.grad = torch.zeros_like(parameter)
+    for group in built.param_groups:
+        group["capturable"] = False  # kernels for GPUs alone, which keep the same
     built.step()
     for name, parameter in tiny.items():
         for key, value in built.state.get(parameter, {}).items():

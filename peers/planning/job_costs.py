@@ -25,7 +25,7 @@ from meshcee.figures import MAX_SIZES, BlockTimes, DeviceProfile, JobCosts, as_r
 from meshcee.figures.kernels import KernelClass
 from meshcee.job import Job
 from meshcee.sampling import data as data_rules
-from meshcee.sampling import probes
+from meshcee.sampling import probes, scheduled
 from meshcee.stage import optimizer_layout, why_one_pipeline
 from peers.device import capability, versions
 from peers.mesh_view import MeshView
@@ -86,7 +86,7 @@ def _moments(job: Job, captured: Capture) -> tuple[float, ...]:
     program = captured.train
     masters = {x.name: captured.layout[x.name] for x in program.inputs if x.trainable}
     kept = dict.fromkeys(masters, 0)
-    for key, layout in optimizer_layout(job.optimizer.averaging(job.ema), masters).items():
+    for key, layout in optimizer_layout(scheduled(job.optimizer, job.schedule), masters).items():
         kept[key.rpartition("/")[0]] += _bytes([layout])
     blocks = [program.slice(k, k + 1).trainable for k in range(program.num_blocks)]
     return tuple(sum(kept[n] for n in names) / max(1, _bytes(masters[n] for n in names)) for names in blocks)

@@ -260,7 +260,10 @@ class Draft:
         the epoch may be over by then.
         """
         try:
-            about = {**about, "data": self._store.place(self.next_step)}  # before the lock: it may read data, and take long
+            about = {
+                **about,
+                "data": self._store.place(self.next_step),
+            }  # before the lock: it may read data, and take long
             with self._store.lock:
                 return self._finish(state, frozen, about)
         except BaseException:

@@ -26,6 +26,7 @@ from meshcee.job import Job
 from meshcee.optim import Optimizer
 from meshcee.plan import Epoch, Plan, Stage, Term
 from meshcee.role import Place, StageFlops, Sum
+from meshcee.sampling import scheduled
 from meshcee.stage import Boundaries, StageRunner, check_pipelines, optimizer_layout
 from peers.transport import Frame
 from peers.wire import messages
@@ -71,7 +72,7 @@ class Terms:
         flops = tuple(cost.flops for cost in captured.costs)
         return cls(
             job.name,
-            job.optimizer,
+            scheduled(job.optimizer, job.schedule),
             job.seed,
             job.clip_norm,
             job.precision,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +20,7 @@ from meshcee.capture import capture
 from meshcee.errors import UsageError
 from meshcee.events import Event
 from meshcee.job import Job
-from meshcee.optim import Optimizer, Schedule
+from meshcee.optim import PER_PARAMETER, Optimizer, Schedule
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "NoSuchOptimizer", "AdamWScheduleFree", "RAdamScheduleFree"])
@@ -125,6 +128,16 @@ def test_adafactor_over_several_types_wants_its_eps() -> None:
     Optimizer("Adafactor").check(dict.fromkeys(types, torch.float32))
 
 
+def test_adafactor_in_bf16_updates_masters_which_are_of_one_type() -> None:
+    model = nn.Sequential(nn.Linear(4, 4).bfloat16(), nn.Linear(4, 4))
+    data = [(torch.zeros(4), torch.zeros(4))] * 2
+    job = Job(model=model, loss=F.mse_loss, data=data, optimizer=Optimizer("Adafactor"), batch_size=2, steps=1)
+    with pytest.raises(UsageError, match="eps="):
+        capture(job)
+    layout = capture(replace(job, precision="bf16")).layout
+    assert {dtype for dtype, _ in layout.values()} == {torch.float32}
+
+
 def test_two_classes_update_as_two_optimizers_of_torch() -> None:
     """Patterns may be several; each class has its own options, and a schedule drives both."""
     optimizer = Optimizer("Muon", lr=0.1, momentum=0.8, groups={"*.bias|norm.*": {"class": "AdamW", "lr": 0.01}})
@@ -167,3 +180,50 @@ def test_what_is_no_optimizer_on_the_wire_is_refused(data: dict[str, Any]) -> No
 def test_groups_that_are_no_options_by_pattern_are_refused(groups: Any) -> None:
     with pytest.raises(UsageError, match="options by a pattern of names"):
         Optimizer("AdamW", groups=groups)
+
+
+OTHERS: dict[str, Any] = {"betas": (0.5, 0.75), "etas": (0.25, 2.0), "step_sizes": (1e-3, 0.0125), "beta2_decay": -0.5}
+OTHERS |= {
+    "eps": 0.5,
+    "t0": 1,
+    "d": 1.125,
+    "ns_steps": 3,
+    "ns_coefficients": (3.0, -4.0, 2.0),
+    "adjust_lr_fn": "match_rms_adamw",
+}
+
+
+def options_of_torch() -> Iterator[tuple[str, str, Any]]:
+    """Each option of arithmetic that a class takes, and a value that is not its default."""
+    for kind in sorted(PER_PARAMETER - {"AdamW8bit"}):
+        for name, option in inspect.signature(getattr(torch.optim, kind)).parameters.items():
+            if name not in ("params", "foreach", "fused", "capturable", "differentiable"):
+                other = not option.default if isinstance(option.default, bool) else OTHERS.get(name, 0.25)
+                yield kind, name, (0.5, 0.25) if (kind, name) == ("Adafactor", "eps") else other
+
+
+def after_steps(optimizer: Optimizer) -> list[torch.Tensor]:
+    """A matrix and what is kept of it."""
+    torch.manual_seed(1)
+    w = nn.Parameter(torch.randn(3, 2))
+    built = optimizer.build({"w": w})
+    for step in range(8):
+        w.grad = torch.randn(3, 2) / (1 + step)
+        built.step()
+    return [w.detach(), *(kept for kept in built.state[w].values() if isinstance(kept, torch.Tensor))]
+
+
+@pytest.mark.parametrize(("kind", "option", "value"), [*options_of_torch()])
+def test_an_option_of_a_group_does_what_it_does_for_all(kind: str, option: str, value: Any) -> None:
+    """Or is refused: torch reads the beginning of Adagrad's sums from what is said of all alone."""
+    base: dict[str, Any] = {"momentum": 0.5} if kind == "SGD" else {}
+    base |= {"weight_decay": 0.5} if option == "decoupled_weight_decay" else {}
+    expected = after_steps(Optimizer(kind, **{**base, option: value}))
+    assert not all(map(torch.equal, expected, after_steps(Optimizer(kind, **base))))
+    for name, group in ((kind, {}), ("Adadelta" if kind == "SGD" else "SGD", {"class": kind})):
+        groups = {"w": {**base, **group, option: value}}
+        if option == "initial_accumulator_value":
+            with pytest.raises(UsageError, match="of a group: say it of all"):
+                Optimizer(name, groups=groups)
+        else:
+            assert all(map(torch.equal, expected, after_steps(Optimizer(name, groups=groups))))

@@ -14,7 +14,8 @@ from torch import nn
 
 from meshcee.errors import UsageError
 from meshcee.optim import Optimizer, Schedule
-from meshcee.sampling.hyper import HyperSchedule
+from meshcee.sampling.hyper import HyperSchedule, scheduled
+from meshcee.stage import optimizer_layout
 
 
 def test_schedules_drive_what_they_drive_in_torch() -> None:
@@ -72,6 +73,23 @@ def test_a_schedule_that_goes_back_and_on_gives_the_same_bits(name: str, steps: 
         straight, jumping = HyperSchedule(optimizer, schedule), HyperSchedule(optimizer, schedule)
         expected = [straight.at(step) for step in range(121)]
         assert [jumping.at(step) for step in steps] == [expected[step] for step in steps]
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop", "AdamW"])
+def test_what_a_schedule_of_momentum_makes_an_optimizer_keep_is_known(name: str) -> None:
+    """Of constructor options alone SGD was taken to keep nothing, and the first copy ended the member's session."""
+    optimizer = Optimizer(name, lr=0.1, groups={"*.bias": {"lr": 0.01}}).averaging(0.9)
+    schedule = Schedule("OneCycleLR", max_lr=0.1, total_steps=9)
+    named = {name: nn.Parameter(torch.zeros(3)) for name in ("a.bias", "a.weight")}
+    theirs = optimizer.build(named)
+    schedule.build(theirs)
+    for parameter in named.values():
+        parameter.grad = torch.ones(3)
+    theirs.step()
+    kept = {f"{n}/{k}" for n, p in named.items() for k, v in theirs.state[p].items() if v is not None}
+    layout = optimizer_layout(scheduled(optimizer, schedule), dict.fromkeys(named, (torch.float32, (3,))))
+    assert layout.keys() == kept | {f"{n}/ema" for n in named}
+    assert scheduled(optimizer, None) is optimizer
 
 
 def assert_same_rates(ours: HyperSchedule, theirs: torch.optim.Optimizer, scheduler: Any, steps: int) -> None:

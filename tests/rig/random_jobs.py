@@ -339,7 +339,7 @@ def model_of(drawn: Drawn) -> nn.Module:
 
 def job_of(drawn: Drawn) -> Job:
     """A new one, with a model of its own, at each call."""
-    momentum = drawn.optimizer in ("Adam", "AdamW", "AdamW8bit", "NAdam") or bool(drawn.options.get("momentum"))
+    momentum = not any("class" in extra for extra in drawn.groups.values())  # torch cycles it where all classes have it
     evaluates = drawn.eval_every > 0
     return Job(
         model=partial(Net, drawn) if drawn.made else model_of(drawn),

@@ -24,7 +24,7 @@ from meshcee.job import Job
 from meshcee.optim import Optimizer, Schedule
 from meshcee.planner.live import workload_of
 from meshcee.stage.runner import clip_coefficient, global_norm
-from meshcee.stage.weights import Weights
+from meshcee.stage.weights import Weights, optimizer_layout
 from tests.peers.groups.test_live_groups import Lopsided, lopsided
 from tests.rig import zoo
 from tests.rig.chain import Chain
@@ -413,15 +413,25 @@ class Mixed(nn.Module):
         h = self.second(torch.tanh(self.first(x)).bfloat16())
         for layer in self.more:
             h = torch.tanh(layer(h))
-        return self.head(h.float())  # type: ignore[no-any-return]
+        return self.head(h.to(self.head.weight.dtype))  # type: ignore[no-any-return]
+
+
+class Detached(Mixed):
+    """No gradient flows to what the loss reads."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.pooler(x.bfloat16()).float().detach()[:, :3]
 
 
 @pytest.mark.parametrize("stages", [1, 3])
-def test_norms_of_two_types_are_combined_as_the_gradients_that_there_are(stages: int) -> None:
-    torch.manual_seed(0)
+@pytest.mark.parametrize(("kind", "precision", "seed"), [(Mixed, "fp32", 0), (Mixed, "bf16", 1), (Detached, "fp32", 8)])
+def test_norms_of_two_types_are_combined_as_the_gradients_that_there_are(
+    kind: type[nn.Module], precision: str, seed: int, stages: int
+) -> None:
+    torch.manual_seed(seed)
     data = [(torch.randn(6), torch.randn(3)) for _ in range(64)]
     job = Job(
-        model=Mixed(),
+        model=kind(),
         loss=F.mse_loss,
         optimizer=Optimizer("SGD", lr=0.5),
         data=data,
@@ -429,25 +439,40 @@ def test_norms_of_two_types_are_combined_as_the_gradients_that_there_are(stages:
         micro_batch_size=4,
         steps=20,
         clip_norm=0.01,
+        precision=precision,
     )
     chain = Chain(job, capture(job), stages)
     assert_equal(chain, chain.run(job.steps), reference(job))
 
 
-@pytest.mark.parametrize(("options", "where"), [({}, "cpu"), ({"capturable": True}, "meta")])
-def test_counts_come_back_to_where_the_optimizer_reads_them(options: dict[str, Any], where: str) -> None:
-    """On a GPU every recovery failed with `capturable` or `fused`, whose kernels read them there."""
+@pytest.mark.parametrize(
+    ("optimizer", "where"),
+    [
+        (Optimizer("AdamW"), "cpu"),
+        (Optimizer("AdamW", capturable=True), "meta"),
+        (Optimizer("ASGD"), "meta"),
+        (Optimizer("AdamW", groups={"weight": {"class": "ASGD"}}), "meta"),
+    ],
+)
+def test_counts_come_back_to_where_the_optimizer_reads_them(optimizer: Optimizer, where: str) -> None:
+    """On a GPU every recovery failed with ASGD, and with `capturable` or `fused`, whose kernels read them there."""
     model = nn.Linear(4, 4)
     state = {name: tensor.detach() for name, tensor in model.named_parameters()}
     entries = {
         name: Input("parameter", Value(name, t.dtype, tuple(t.shape)), trainable=True) for name, t in state.items()
     }
-    names, optimizer = tuple(state), Optimizer("AdamW", lr=0.1, **options)
+    names = tuple(state)
     weights = Weights(names, names, (), state, optimizer, torch.device("meta"), entries)
-    moments = {"exp_avg": torch.zeros(4, 4), "exp_avg_sq": torch.zeros(4, 4)}
-    weights.load_optimizer_state({"weight": {"step": torch.tensor(3.0), **moments}})
+    layout = optimizer_layout(optimizer, {name: (t.dtype, tuple(t.shape)) for name, t in state.items()})
+    kept = {
+        key.rpartition("/")[2]: torch.zeros(shape, dtype=dtype)
+        for key, (dtype, shape) in layout.items()
+        if "weight" in key
+    }
+    weights.load_optimizer_state({"weight": kept})
     found = weights.optimizer_state()["weight"]
-    assert (found["step"].device.type, found["exp_avg"].device.type) == (where, "meta")
+    assert {tensor.device.type for tensor in found.values() if not tensor.dim()} == {where}
+    assert {tensor.device.type for tensor in found.values() if tensor.dim()} == {"meta"}
 
 
 def test_a_group_does_not_share_an_embedding_whose_gradients_depend_on_the_whole_batch() -> None:

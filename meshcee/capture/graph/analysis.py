@@ -40,6 +40,16 @@ class Analysis:
     mutations: dict[int, list[int]]  # alias group -> node positions that write it
     written: dict[int, int]  # input whose memory is written -> the first node position that does
 
+    def reached(self, nodes: Sequence[Node], output: int) -> set[int]:
+        """The values that a gradient of this one flows to."""
+        found, writers = {output}, set(self.mutations.get(self.group[output], ()))
+        for position, number in reversed([*enumerate(range(len(self.group) - len(nodes), len(self.group)))]):
+            if number in found or (position in writers and not nodes[position].no_grad):
+                more = {n for n in nodes[position].refs if self.requires_grad[n]} - found
+                found |= more
+                writers.update(p for n in more for p in self.mutations.get(self.group[n], ()))
+        return found
+
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:

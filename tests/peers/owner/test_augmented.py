@@ -224,6 +224,25 @@ def test_what_was_fed_is_read_once_and_found_by_another_process(tmp_path: Path) 
     assert same(fed_in(tmp_path, told=lambda step: True).batches(7, never), raw(1.5))
 
 
+@pytest.mark.parametrize(
+    "laid",
+    [
+        torch.rand(3, 4).t(),
+        torch.rand(5, 8)[:, ::2],
+        torch.rand(3, 1).expand(3, 6),
+        torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.rand(4, 1).t(),
+        torch.rand(3).unfold(0, 2, 1),
+    ],
+)
+def test_what_was_fed_comes_back_as_it_lay_in_memory(tmp_path: Path, laid: torch.Tensor) -> None:
+    """It came back contiguous, and kernels round otherwise there: a step that was computed again had other bits."""
+    (first,) = fed_in(tmp_path).batches(7, lambda: [{"x": laid}])
+    (again,) = fed_in(tmp_path, told=lambda step: True).batches(7, never)
+    assert torch.equal(again["x"], first["x"])
+    assert again["x"].stride() == first["x"].stride() == laid.stride()
+
+
 def test_the_first_of_two_epochs_that_read_a_step_counts(tmp_path: Path) -> None:
     fed = fed_in(tmp_path)
 

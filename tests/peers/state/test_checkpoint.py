@@ -27,7 +27,7 @@ from meshcee.errors import CheckpointError, MeshceeError, UsageError, unwrap
 from meshcee.files import Trouble
 from meshcee.files.home import Home, Run
 from meshcee.job import Job
-from meshcee.optim import PER_PARAMETER, Optimizer
+from meshcee.optim import PER_PARAMETER, Optimizer, Schedule
 from meshcee.stage.weights import optimizer_layout
 from peers.node.assemble import JoinOptions, join
 from peers.owner.job_run import Result
@@ -132,15 +132,18 @@ async def test_a_run_that_was_cut_off_goes_on_with_other_stages_bit_for_bit(tmp_
 
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
-    ("optimizer", "precision"),
+    ("optimizer", "changes"),
     [
-        (Optimizer("SGD", lr=0.05, momentum=0.9, groups={"*.bias": {"momentum": 0.0}}), "fp32"),
-        (Optimizer("Adagrad", lr=1e-2), "fp32"),
-        (Optimizer("AdamW", lr=1e-2, amsgrad=True), "bf16"),
+        (Optimizer("SGD", lr=0.05, momentum=0.9, groups={"*.bias": {"momentum": 0.0}}), {}),
+        (Optimizer("Adagrad", lr=1e-2), {}),
+        (Optimizer("AdamW", lr=1e-2, amsgrad=True), {"precision": "bf16"}),
+        (Optimizer("RMSprop", lr=1e-2), {"schedule": Schedule("OneCycleLR", max_lr=0.01, total_steps=STEPS + 1)}),
     ],
 )
-async def test_every_kind_of_optimizer_state_is_kept(tmp_path: Path, optimizer: Optimizer, precision: str) -> None:
-    job = job_of(optimizer=optimizer, precision=precision, schedule=None)
+async def test_every_kind_of_optimizer_state_is_kept(
+    tmp_path: Path, optimizer: Optimizer, changes: dict[str, Any]
+) -> None:
+    job = job_of(**{"optimizer": optimizer, "schedule": None, **changes})
     home, captured = Home(tmp_path), capture(job)
     cut = await crashed(job, home, captured=captured)
     result = await run(job, home, 2, captured=captured, resume=f"{cut.id}@3")
@@ -159,6 +162,14 @@ def test_the_layout_of_an_optimizer_is_what_torch_keeps(name: str) -> None:
         built.step()
     kept = {f"layer.weight/{k}": (v.dtype, tuple(v.shape)) for k, v in built.state[parameter].items() if v is not None}
     assert optimizer_layout(optimizer, {"layer.weight": (torch.float32, (4, 5))}) == kept
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "ASGD", "Rprop"])
+def test_an_optimizer_for_gpus_alone_keeps_what_it_keeps_on_a_cpu(name: str) -> None:
+    """torch refuses a step of it on a CPU, where the layout is found."""
+    masters = {"layer.weight": (torch.float32, (4, 5))}
+    layouts = [optimizer_layout(Optimizer(name, **options), masters) for options in ({}, {"capturable": True})]
+    assert layouts[0] == layouts[1]
 
 
 def job_with_frozen_weights(seed: int) -> Job:
