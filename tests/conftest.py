@@ -46,10 +46,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each family with `cases(N)`, N that lie evenly stay as they are; the others are `slow`."""
+    """Of each family with `cases(N)`, N that lie evenly stay; the others are `slow`, as some may be anyway."""
     families: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
-        if marker := item.get_closest_marker("cases"):
+        if (marker := item.get_closest_marker("cases")) and not item.get_closest_marker("slow"):
             families.setdefault((item.nodeid.partition("[")[0], *marker.args), []).append(item)
     for (_, shown), cases in families.items():
         stay = {len(cases) * k // shown for k in range(shown)}

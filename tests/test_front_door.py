@@ -107,6 +107,7 @@ def test_samples_that_cannot_be_stacked_are_named() -> None:
         meshcee.train(make_job(data=Ragged(96), steps=4, micro_batch_size=6), local=1)
 
 
+@pytest.mark.slow
 def test_the_command_names_the_line_and_shows_the_traceback_when_asked(tmp_path: Path) -> None:
     job = tmp_path / "job.py"
     job.write_text(

@@ -197,6 +197,7 @@ def renumbered(tree: Any, first: int) -> None:
     tree[4] = [number + (number >= first) for number in tree[4]]
 
 
+@pytest.mark.slow
 def test_a_fresh_process_decodes_and_refuses_in_a_second_without_an_import(tmp_path: Path) -> None:
     """The first graph that a peer ever reads."""
     (tmp_path / "good").write_bytes(document())

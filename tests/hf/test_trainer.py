@@ -129,6 +129,7 @@ def test_what_a_callback_of_the_library_refuses_is_said_in_its_words(tmp_path: P
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_classifier_is_measured_on_the_whole_set_and_its_best_state_comes_back(tmp_path: Path) -> None:
     every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "learning_rate": 0.1}
     args = arguments(tmp_path, **every, load_best_model_at_end=True, metric_for_best_model="loss")
@@ -213,6 +214,7 @@ def test_a_schedule_that_looks_at_evaluations_trains_as_a_plain_loop_with_its_ra
     assert equal(second.model.state_dict(), plain.state_dict)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("options", "precision", "recompute"),
     [({"bf16": True}, "bf16", False), ({"gradient_checkpointing": True}, "fp32", True)],
@@ -342,6 +344,7 @@ def test_a_callback_cannot_evaluate_what_is_with_the_peers(tmp_path: Path) -> No
         asks.trainer.train()
 
 
+@pytest.mark.slow
 def test_what_was_not_trained_to_its_end_is_not_saved_as_trained(tmp_path: Path) -> None:
     """A script catches Ctrl-C and saves: the model has the weights from before."""
 

@@ -75,6 +75,7 @@ def test_a_token_admits_peers_and_a_job_trains_on_them(mesh: Peers, tmp_path: Pa
     assert safetensors.torch.load_file(out)["0.weight"].shape == (32, 16)
 
 
+@pytest.mark.slow
 def test_doctor_compares_this_machine_with_the_mesh(mesh: Peers, tmp_path: Path) -> None:
     done = meshcee("doctor", "--join", mesh.token, "--json", home=tmp_path)
     assert done.code == 0, done.err
@@ -140,6 +141,7 @@ def test_plan_and_simulate_say_what_a_live_mesh_would_do(mesh: Peers, tmp_path: 
     assert meshcee("plan", job, home=mesh.home).code == 2
 
 
+@pytest.mark.slow
 def test_runs_are_listed_and_their_logs_kept(mesh: Peers, tmp_path: Path) -> None:
     done = meshcee("train", str(write_job(tmp_path, steps=3)), "--join", mesh.token, home=mesh.home)
     assert done.code == 0, done.err
@@ -195,6 +197,7 @@ def test_a_killed_p2pd_is_restarted_and_its_peer_comes_back(tmp_path: Path) -> N
         assert mesh.processes["peer-1"].poll() is None
 
 
+@pytest.mark.slow
 def test_the_owner_may_compute_too(tmp_path: Path) -> None:
     with peers(tmp_path / "home", 1) as mesh:
         arguments = ("train", str(write_job(tmp_path)), "--join", mesh.token, "--compute", "--device", "cpu")
@@ -212,6 +215,7 @@ def test_a_fresh_token_admits_too(mesh: Peers, tmp_path: Path) -> None:
     assert len(json.loads(seen.out)["peers"]) >= 3
 
 
+@pytest.mark.slow
 def test_an_open_mesh_is_joined_by_a_plain_multiaddress(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
@@ -304,6 +308,7 @@ def test_a_model_that_cannot_be_captured_names_the_line(tmp_path: Path) -> None:
     assert "job.py" in done.err
 
 
+@pytest.mark.slow
 def test_a_job_that_the_peers_cannot_hold_says_how_much_is_missing(tmp_path: Path) -> None:
     with peers(tmp_path / "home", 1, "--memory", "10KiB") as small:
         done = meshcee("train", str(write_job(tmp_path)), "--join", small.token, home=small.home)
@@ -311,6 +316,7 @@ def test_a_job_that_the_peers_cannot_hold_says_how_much_is_missing(tmp_path: Pat
     assert "are missing" in done.err
 
 
+@pytest.mark.slow
 def test_an_edited_a_forged_and_an_old_token_are_refused(mesh: Peers, tmp_path: Path) -> None:
     mine, forger = Token.parse(mesh.token), Identity.generate()
     assert mine.grant is not None
@@ -398,6 +404,7 @@ def test_an_admins_machine_revokes_while_its_own_peer_is_down(tmp_path: Path) ->
             others.close()
 
 
+@pytest.mark.slow
 def test_another_protocol_version_is_refused_and_names_the_upgrade(mesh: Peers, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.mesh.next_version", "peer", "--join", mesh.token, "--listen", "127.0.0.1:0"]
     done = subprocess.run(

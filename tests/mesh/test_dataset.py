@@ -48,6 +48,7 @@ job = meshcee.Job(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [pytest.param((), marks=pytest.mark.slow), ("--device-process",)],

@@ -35,6 +35,7 @@ def told(trainer: Trainer) -> list[dict[str, Any]]:
     return [line for line in trainer.state.log_history if "loss" in line]
 
 
+@pytest.mark.slow
 def test_a_trainer_over_a_mesh_has_the_numbers_of_local_and_goes_on(
     five_peers: Peers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

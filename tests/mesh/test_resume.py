@@ -58,6 +58,7 @@ def test_a_killed_owner_resumes_on_other_stages_bit_for_bit(tmp_path: Path, case
     assert "optimizer-0.safetensors is not what was written" in damaged.err
 
 
+@pytest.mark.slow
 def test_an_exported_gpt2_loads_with_from_pretrained_and_gives_the_same_logits(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the examples' extra is not installed")
     job = tmp_path / "job.py"

@@ -255,6 +255,7 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_data() -> None:
     quick = ("plan", "--testbed", "cee-small", "--effort", "0.1", "--compare")
     lines = run(*quick).splitlines()

@@ -73,6 +73,7 @@ def test_a_plan_is_valid_accounted_for_and_no_slower_than_any_device_alone(seed:
         assert step(plan) <= step(alone) * (1 + 1e-9)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_more_never_makes_a_step_slower(seed: int) -> None:
     where, work = case(seed)

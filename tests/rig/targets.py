@@ -625,7 +625,11 @@ TARGETS: tuple[Target, ...] = (
         lambda h: Round.from_header(h, forward_only=False, max_micro=8),
     ),
     header("copy", {"next_step": 1, "since": 0, "besides": [1]}, TakeCopy.from_header),
-    header("names", {"names": ["a", "b"]}, lambda h: named_tensors(h, [torch.zeros(1), None])),
+    header(
+        "names",
+        {"names": ["a", "b"]},
+        lambda h: named_tensors(h, [torch.zeros(1), None], dict.fromkeys("ab", torch.zeros(1))),
+    ),
     header("doing", dict(Doing(1, True, 5, ("a",)).frame().header), Doing.from_header),
     header("applied", APPLIED, applied),
     header("failed", error_header(PlanError("x"), of="a", lost="a"), lambda h: reported(h, "a", 3, str)),

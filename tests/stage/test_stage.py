@@ -82,6 +82,7 @@ def test_a_chain_of_stages_is_the_eager_loop(model: str, stages: int) -> None:
     assert_equal(chain, chain.run(job.steps), expected(model, optimizer))
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("order", ["fused", "split", "late"])
 @pytest.mark.parametrize(
     "options", [{"split": False}, {"recompute": True}, {"split": False, "recompute": True}], ids=str

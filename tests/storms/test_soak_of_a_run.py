@@ -38,10 +38,14 @@ def test_a_long_run_stays_small_and_keeps_nobody_waiting(tmp_path: Path, steps: 
 
 
 class Counted:
-    """Of a run: the step that each look at its schedule was for, and how often torch's scheduler took a step for it."""
+    """Of a run: the step that each look at a schedule was for, and how often torch's scheduler took a step for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.looks: list[tuple[int, int]] = []
+        self.back: list[
+            tuple[int, int]
+        ] = []  # those that were for an earlier step than the one before, at this schedule
+        newest = dict[HyperSchedule, int]()
         self._taken = 0
         at, take = HyperSchedule.at, CosineAnnealingLR.step
 
@@ -49,6 +53,9 @@ class Counted:
             before = self._taken
             found = at(schedule, step)
             self.looks.append((step, self._taken - before))
+            if step < newest.get(schedule, 0):
+                self.back.append(self.looks[-1])
+            newest[schedule] = step
             return found
 
         def taken(scheduler: CosineAnnealingLR, *args: Any) -> None:
@@ -57,11 +64,6 @@ class Counted:
 
         monkeypatch.setattr(HyperSchedule, "at", looked)
         monkeypatch.setattr(CosineAnnealingLR, "step", taken)
-
-    @property
-    def back(self) -> list[tuple[int, int]]:
-        """Those that were for an earlier step than the one before."""
-        return [look for before, look in zip(self.looks, self.looks[1:]) if look[0] < before[0]]
 
 
 def test_an_epoch_takes_no_longer_to_begin_the_later_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,6 +129,7 @@ def test_a_closed_pipe_ends_a_command_as_ever(buffered: bool) -> None:
         disk.room = None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_training_outlives_full_disks_under_its_log_and_its_output(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(f'print("a word of the user\'s")\n{JOB}')

@@ -163,6 +163,7 @@ def test_a_graph_captured_on_a_cpu_computes_on_a_gpu_alone(name: str) -> None:
             received = list(made[: len(spec.sent)])
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("order", ["late", "fused"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_leaves_nothing_on_the_cpu(name: str, order: str) -> None:

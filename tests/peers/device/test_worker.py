@@ -82,6 +82,7 @@ def lying(data: bytes) -> bytes:
     return packed
 
 
+@pytest.mark.slow
 async def test_a_worker_reads_what_the_peer_itself_would_and_what_has_passed_asks_for_none_again() -> None:
     """What torch imports late was imported before the worker gave up files, or honest graphs were refused."""
     given = [graph(model) for model in zoo.PHASE_ONE]

@@ -170,6 +170,7 @@ async def test_an_emulated_device_may_tell_another_speed_than_it_has() -> None:
         assert compute.pace.seconds(800.0) == 1.0
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_idle_links_are_measured_soon_and_then_sparingly(monkeypatch: pytest.MonkeyPatch) -> None:
     probe_s, idle_s = 1.5, 3600.0

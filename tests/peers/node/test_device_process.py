@@ -100,6 +100,7 @@ async def test_a_job_is_trained_as_in_one_process() -> None:
     assert all(torch.equal(tensor, inside.state[name]) for name, tensor in outside.state.items())
 
 
+@pytest.mark.slow
 async def test_a_group_of_processes_sums_over_connections_of_its_own_where_they_consent() -> None:
     """They keep the network and nothing else: what a process can still do is told, and that is no surprise here."""
     job = make_job(model=nn.Sequential(nn.Embedding(23, 16), nn.Tanh(), nn.Linear(16, 23)), direct_sums=True)
@@ -172,6 +173,7 @@ async def test_a_stream_for_which_there_are_no_sockets_is_not_opened(monkeypatch
         assert not running.done()
 
 
+@pytest.mark.slow
 async def test_a_process_signs_the_steps_of_an_audit_with_a_key_that_speaks_for_its_peer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

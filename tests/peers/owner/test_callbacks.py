@@ -167,6 +167,7 @@ async def test_no_step_begins_before_a_callback_that_waits_has_heard_of_the_one_
     assert lower.at == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("until", [2, 7])
 async def test_a_resumed_run_has_the_rates_that_it_had(tmp_path: Path, until: int) -> None:
     """The second owner has the callback, too, or where everything is asked for already none: the run's own lines tell."""
@@ -391,6 +392,7 @@ class Cut(Exception):
     """The end of an owner, in the middle of something."""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("at", [3, 4])
 async def test_a_resumed_run_evaluates_and_saves_when_that_was_asked_for(tmp_path: Path, at: int) -> None:
     """It is cut off before the step that is to be evaluated is told of, or behind it; its checkpoints are gone."""
@@ -472,6 +474,7 @@ def late(run: Control, report: Any) -> None:
     run.set_lr(1.0, step=0)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("callback", "says"),
     [

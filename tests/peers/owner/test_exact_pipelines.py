@@ -108,6 +108,7 @@ def test_devices_may_share_the_samples_of_a_fine_tune_whose_batch_norms_are_froz
     assert why_not_shared(job, capture(job)) == ""
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -202,6 +202,7 @@ def test_a_member_that_never_becomes_ready_is_left_out_the_first_time(
     assert len(plans[1] - plans[2]) == 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("how", "times"), [("never ready", 1), ("says nothing", 2)])
 def test_who_does_not_become_ready_for_the_first_offer_is_left_out_and_the_run_begins_with_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, times: int

@@ -250,6 +250,7 @@ async def run(home: Home, job: Job, until: int | None = None, resume: str | None
         raise unwrap(group) from group
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", [Plain, Counted])
 async def test_a_run_over_a_stream_goes_on_where_its_owner_died(tmp_path: Path, kind: type[Plain]) -> None:
     home = Home(tmp_path)
@@ -335,6 +336,7 @@ async def test_what_no_collate_may_do_is_told_with_its_place(changes: dict[str, 
         await train(words_of(**changes), 2, MICRO)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("evaluates", [False, True])
 async def test_a_length_that_the_first_samples_do_not_show_is_told_with_its_place(evaluates: bool) -> None:
     """Members would fail at it, one after the other, or compute with sizes that are not those of the samples."""

@@ -153,6 +153,7 @@ def assert_exact(result: Any) -> None:
     assert all(torch.equal(result.state_dict[name], tensor) for name, tensor in state.items())
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("blow", [killed, killed_with_a_member])
 def test_a_standby_goes_on_with_a_run_whose_owner_dies(tmp_path: Path, blow: Any) -> None:
     story = Story(tmp_path, blow)
@@ -476,6 +477,7 @@ class TwoHeirs(Story):
             self.outcomes[name] = error
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("late", [False, True])
 def test_of_two_standbys_at_once_one_goes_on(tmp_path: Path, late: bool) -> None:
     """The members tell them apart, or the records of runs; one that waited for its turn did the rest again when it came."""

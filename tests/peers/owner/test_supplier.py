@@ -196,6 +196,7 @@ async def test_pipelines_beside_each_other_get_the_samples_of_their_own_micro_ba
                 pass
 
 
+@pytest.mark.slow
 async def test_members_whose_devices_are_processes_are_fed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them by its own peer, which has the data."""
     monkeypatch.setattr("peers.node.assemble.Compute", lambda device, pace: DeviceProcess(device, Graphs(Limits())))

@@ -137,6 +137,7 @@ def of(logged: Sequence[Mapping[str, Any]], event: str) -> list[Mapping[str, Any
     return [entry for entry in logged if entry["event"] == event]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("region", ["east", "west"])
 def test_a_whole_region_is_lost_and_the_run_goes_on_from_copies_in_the_other(
     tmp_path: Path, two_regions: None, region: str

@@ -255,6 +255,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.cases(1)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="PR_SET_PDEATHSIG and /proc")
 @pytest.mark.parametrize("way", ["plain", "fork", "launcher too"])
 async def test_nothing_is_left_after_kill_9(tmp_path: Path, way: str) -> None:

@@ -67,7 +67,10 @@ def test_each_field_of_an_offer_is_checked() -> None:
             lambda header: Round.from_header(header, forward_only=False, max_micro=8),
         ),
         ({"next_step": 1, "since": 0, "besides": [1]}, TakeCopy.from_header),
-        ({"names": ["a", "b"]}, lambda header: named_tensors(header, [torch.zeros(1), None])),
+        (
+            {"names": ["a", "b"]},
+            lambda header: named_tensors(header, [torch.zeros(1), None], dict.fromkeys("ab", torch.zeros(1))),
+        ),
         (Doing(1, True, 5, ("a",)).frame().header, Doing.from_header),
     ],
     ids=["epoch", "term", "run", "besides", "error", "step", "copy", "names", "doing"],
