@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import msgpack
 import pytest
@@ -32,7 +32,7 @@ from peers.transport.memory import MemoryNetwork
 from peers.wire import messages
 from tests.peers.member.test_training import make_job
 from tests.rig import zoo
-from tests.rig.virtual_time import virtual_time
+from tests.rig.virtual_time import VirtualTimeLoop, virtual_time
 
 MEMORY = 1 << 30
 
@@ -49,6 +49,12 @@ def request_of(job: Job, captured: Capture, **changes: Any) -> ProfileRequest:
     most = {"x": 22, "y": 22}
     settings: dict[str, Any] = {"blocks": blocks, "pair": None, "sizes": (2, 6), "flops": flops, "most": most}
     return ProfileRequest(**{**settings, "precision": job.precision, "optimizer": job.optimizer, **changes})
+
+
+def the_loop() -> VirtualTimeLoop:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualTimeLoop)
+    return loop
 
 
 def profiler(compute: Compute, **changes: Any) -> BlockProfiler:
@@ -100,41 +106,48 @@ async def test_a_loss_of_likelihoods_is_measured() -> None:
     assert all(len(row) == len(set(alike(captured.train))) for rows in times.seconds for row in rows)
 
 
-@pytest.mark.alone
+@virtual_time
 async def test_short_calls_of_a_paced_device_are_not_measured_by_its_timer() -> None:
     """Which is late by up to a millisecond, and makes up for it in the next call: neither may count as the block's."""
     job, captured = captured_job()
     request = request_of(job, captured, sizes=(2,), pair=1)
     speed = 2 * max(request.flops) / 0.004  # the largest block takes 4 ms
+    loop, sleep = the_loop(), asyncio.sleep
+
+    async def late(seconds: float) -> None:
+        await sleep(seconds)
+        loop.now += 0.0008
+
     async with Compute(pace=Pace(speed)) as compute:
-        times = await profiler(compute, budget_s=0.3).measure(captured.train, request)
+        with mock.patch("asyncio.sleep", late):
+            times = await profiler(compute, budget_s=0.3, clock=loop.time).measure(captured.train, request)
     largest = request.flops.index(max(request.flops))
     for (row,) in times.seconds:
         assert row[largest][0] == pytest.approx(0.004, rel=0.01)
 
 
-def _late(seconds: float, call: Callable[..., Any], *args: Any) -> Any:
-    time.sleep(seconds)
-    return call(*args)
-
-
-@pytest.mark.alone
+@virtual_time
 async def test_an_emulated_device_is_not_as_slow_as_the_machine_was_meanwhile() -> None:
     """Where other emulated devices had the cores during most passes, the median would be their doing."""
+    loop = the_loop()
+
+    def disturbed(call: Callable[..., Any], *args: Any) -> Any:
+        loop.now += 0.012
+        return call(*args)
 
     class Disturbed(Compute):
         calls = 0
 
         async def run(self, call: Any, *args: Any, flops: float = 0.0) -> Any:
             self.calls += flops > 0
-            disturbed = flops > 0 and self.calls % 5 != 0
-            return await super().run(partial(_late, 0.012, call) if disturbed else call, *args, flops=flops)
+            late = flops > 0 and self.calls % 5 != 0
+            return await super().run(partial(disturbed, call) if late else call, *args, flops=flops)
 
     job, captured = captured_job()
     request = request_of(job, captured, sizes=(2,))
     speed = 2 * max(request.flops) / 0.004  # the largest block takes 4 ms
     async with Disturbed(pace=Pace(speed)) as compute:
-        times = await profiler(compute, budget_s=4.0).measure(captured.train, request)
+        times = await profiler(compute, budget_s=4.0, clock=loop.time).measure(captured.train, request)
     largest = request.flops.index(max(request.flops))
     for (row,) in times.seconds:
         assert row[largest] == pytest.approx((0.004,) * 3, rel=0.02)
