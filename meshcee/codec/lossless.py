@@ -39,7 +39,9 @@ class Lossless:
         return max(0, self.inner.wire_bytes(dtype, count) - 1)
 
     def encode(self, tensor: torch.Tensor, seed: int | None = None) -> torch.Tensor | None:
-        """None, too, when it would save nothing."""
+        """None, too, when it would save nothing, and for fp16 behind bf16, which would round it and make large numbers infinite."""
+        if tensor.dtype == torch.float16 and self.inner.worst > 0:
+            return None
         plain, count = self.inner.encode(tensor, seed), tensor.numel()
         if plain is None or not count:
             return None

@@ -197,6 +197,9 @@ def through(codec: Codec, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 def test_what_is_packed_unpacks_to_the_same_bits(codec: Codec, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     tensor = torch.randn(7, 150, 3).to(dtype)
+    if dtype == torch.float16 and codec.worst > 0:
+        assert codec.encode(tensor) is None  # it was rounded to bf16, and 65504 came back as infinity
+        return
     odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-41, -1e-44])
     tensor[0, :7, 0] = odd.to(dtype)
     inner = CODECS[codec.name.replace("bf16-lossless", "bf16").replace("lossless", "none")]
