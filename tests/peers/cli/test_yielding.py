@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from meshcee.errors import UsageError
@@ -145,6 +147,18 @@ async def test_this_machine_is_looked_at() -> None:
     assert 0 <= second.cpu <= 1
     assert second.gpu is None
     assert second.at_s > first.at_s
+
+
+async def test_a_system_that_has_no_place_for_batteries_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise FileNotFoundError("/sys/class/power_supply")
+
+    monkeypatch.setattr(psutil, "sensors_battery", absent, raising=False)
+    assert (await Machine("cpu").look()).on_battery is None
+    for plugged in (True, False, None):
+        shown = SimpleNamespace(power_plugged=plugged)
+        monkeypatch.setattr(psutil, "sensors_battery", lambda shown=shown: shown, raising=False)
+        assert (await Machine("cpu").look()).on_battery is (None if plugged is None else not plugged)
 
 
 class Said:
