@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from meshcee.errors import UsageError
+from meshcee.errors import JoinError, UsageError
 from meshcee.files import Home
 from peers.cli.joining.owner_use import Machine, is_metered, use_by_others
 from peers.cli.joining.staying import Stay, Watch
@@ -254,3 +254,36 @@ async def test_a_peer_that_is_away_ends_at_the_first_signal_and_a_drained_one_do
 
         assert await Stay(Owner().watch()).run(once, said)
     assert len(said.texts) == 1
+
+
+async def test_a_peer_that_cannot_come_back_yet_tries_again_and_a_signal_ends_that() -> None:
+    said, owner, pauses, fails = Said(), Owner(), list[float](), [False, *[True] * 7, False, True]
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if not fails:
+            assert stay.ask(), "between two tries it can be asked"
+            await asyncio.Event().wait()
+
+    async with a_mesh(Home(Path("/nowhere")), 1) as (here, _):
+
+        @asynccontextmanager
+        async def lend() -> AsyncIterator[Departure]:
+            async with asyncio.TaskGroup():  # so that what fails comes in a group, as of a real peer
+                if fails.pop(0):
+                    owner.works = False
+                    raise JoinError("nobody answers")
+                owner.works = True
+                yield Departure(here.agents["p0"])
+                owner.works = False
+
+        stay = Stay(owner.watch(), sleep)
+        async with asyncio.timeout(10):
+            assert await stay.run(lend, said)
+    assert pauses == [2, 4, 8, 16, 32, 60, 60, 2]
+    assert "not back yet: nobody answers. This peer tries again in 2 s; Ctrl-C ends it" in said.texts
+
+    fails[:] = [True]
+    with pytest.raises(ExceptionGroup):
+        await Stay(owner.watch(), sleep).run(lend, said)
+    assert len(pauses) == 8, "a wrong line is told of at once"
