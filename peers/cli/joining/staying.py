@@ -84,23 +84,22 @@ class Stay:
                     return True
                 self._departure, has_joined = departure, True
                 try:
-                    in_time, yielded = await self._lent(departure)
+                    in_time = await self._lent(departure)
                 finally:
                     self._departure = None
-            if not yielded or self._stopped.is_set():
+            if self._watch is None or departure.is_drained or self._stopped.is_set():
                 return in_time
             if not in_time:
                 tell("a job has lost a stage with this peer: it could not go on without it in time")
 
-    async def _lent(self, departure: Departure) -> tuple[bool, bool]:
-        """Until it has left: whether in time, and whether for the owner of the machine."""
+    async def _lent(self, departure: Departure) -> bool:
+        """Until it has left: whether in time."""
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(self._yield(departure)) if self._watch is not None else None
             in_time = await departure.run()
-            yielded = watching is not None and watching.done()
             if watching is not None:
                 watching.cancel()
-        return in_time, yielded
+        return in_time
 
     async def _yield(self, departure: Departure) -> None:
         assert self._watch is not None

@@ -19,6 +19,8 @@ from peers.cli.joining.staying import Stay, Watch
 from peers.cli.joining.yielding import Hours, Rule, Seen, Standing
 from peers.node import Departure
 from peers.owner.epoch import Report
+from peers.transport import Frame
+from peers.wire import messages
 from tests.peers.owner.test_recovery import a_mesh, assert_undisturbed, train
 
 RULE = Rule(leave_after_s=10, return_after_s=60)
@@ -226,7 +228,7 @@ async def test_a_peer_that_yields_costs_its_job_no_step_and_comes_back(tmp_path:
         assert await staying, "asked by a signal, it goes for good"
 
 
-async def test_a_peer_that_is_away_ends_at_the_first_signal_and_a_drained_one_does_not_come_back() -> None:
+async def test_a_peer_that_is_away_ends_at_the_first_signal() -> None:
     said, owner = Said(), Owner()
     owner.works = True
 
@@ -244,16 +246,31 @@ async def test_a_peer_that_is_away_ends_at_the_first_signal_and_a_drained_one_do
             assert await staying
     assert len(said.texts) == 1
 
+
+@pytest.mark.parametrize("yields", [False, True])
+async def test_a_drained_peer_does_not_come_back_not_even_one_that_was_about_to_yield(yields: bool) -> None:
+    said, owner = Said(), Owner()
     async with a_mesh(Home(Path("/nowhere")), 1) as (here, _):
-        departure = Departure(here.agents["p0"])
-        departure.ask()
+        peer, other = here.agents["p0"], await here.start("other", lends=False)
+
+        async def drain() -> None:
+            stream = await other.transport.open(peer.peer_id, "leave")
+            await stream.send(Frame(messages.LEAVE))
+            assert (await stream.recv()).kind == messages.LEAVING
 
         @asynccontextmanager
         async def once() -> AsyncIterator[Departure]:
+            departure = Departure(peer)
+            owner.works = yields
+            if not yields:
+                await drain()
             yield departure
+            if yields:
+                await drain()
 
-        assert await Stay(Owner().watch()).run(once, said)
-    assert len(said.texts) == 1
+        async with asyncio.timeout(5):
+            assert await Stay(owner.watch()).run(once, said)
+    assert said.texts == []
 
 
 async def test_a_peer_that_cannot_come_back_yet_tries_again_and_a_signal_ends_that() -> None:
