@@ -46,7 +46,8 @@ LEAVE_S = 30.0  # Timeouts.leave_s
 BESIDE_BYTES = 3 << 30
 SPARE = 1.25
 TOOL_S = 60  # for a tool of the system, beside what it waits for
-NO_USE = (2, 8)  # exit codes that another start does not mend: what was said is wrong, or not permitted
+# Exit codes after which it is not started again: what was said is wrong, it was drained and left too late, it is not permitted.
+NO_USE = (2, 6, 8)
 
 Call = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
