@@ -33,6 +33,7 @@ class Departure:
     """One agent's. `run` returns when it is time to end the agent; serves the stream `leave`."""
 
     def __init__(self, agent: Agent) -> None:
+        self.is_drained = False  # another member has asked: it shall not come back by itself
         self._agent = agent
         self._asked = asyncio.Event()
         self._over = asyncio.Event()
@@ -64,6 +65,7 @@ class Departure:
         supplies = sorted(self._agent.data.supplies) if self._agent.data is not None else []
         await stream.send(Frame(messages.LEAVING, {"within_s": self._agent.timeouts.leave_s, "supplies": supplies}))
         self._asking.append(stream)
+        self.is_drained = True
         self.ask()
         await self._over.wait()
 

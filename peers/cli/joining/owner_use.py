@@ -39,8 +39,8 @@ class Machine:
         self._metered: tuple[float, bool | None] | None = None  # when it was asked, and what was said
 
     async def look(self) -> Seen:
+        on_battery = await asyncio.to_thread(_on_battery)
         ours = await asyncio.to_thread(_family)
-        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
         now, here = time.monotonic(), time.localtime()
         gpu = await _gpu_of_others(self._gpu, ours) if self._gpu is not None else None
         return Seen(
@@ -48,7 +48,7 @@ class Machine:
             here.tm_hour * 60 + here.tm_min,
             self._cpu_of_others(now, sum(ours.values())),
             gpu,
-            None if battery is None or battery.power_plugged is None else not battery.power_plugged,
+            on_battery,
             await self._is_metered(now),
         )
 
@@ -82,6 +82,15 @@ def _family() -> dict[int, float]:
             waited_s = getattr(times, "children_user", 0.0) + getattr(times, "children_system", 0.0)
             found[process.pid] = times.user + times.system + waited_s
     return found
+
+
+def _on_battery() -> bool | None:
+    """None where the system knows of no battery; some have no place where it would say so."""
+    with suppress(OSError, psutil.Error):
+        battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
+        if battery is not None and battery.power_plugged is not None:
+            return not battery.power_plugged
+    return None
 
 
 async def _gpu_of_others(index: str, ours: Collection[int]) -> float | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import getpass
 import os
 import plistlib
+import re
 import shlex
 import shutil
 import subprocess
@@ -44,7 +45,9 @@ LEAVE_S = 30.0  # Timeouts.leave_s
 # Beside what a stage may use: torch and the peer itself, what it keeps of others' stages, and the process that checks graphs.
 BESIDE_BYTES = 3 << 30
 SPARE = 1.25
-NO_USE = (2, 8)  # exit codes that another start does not mend: what was said is wrong, or not permitted
+TOOL_S = 60  # for a tool of the system, beside what it waits for
+# Exit codes after which it is not started again: what was said is wrong, it was drained and left too late, it is not permitted.
+NO_USE = (2, 6, 8)
 
 Call = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
@@ -172,8 +175,28 @@ def launchd_plist(service: Service) -> bytes:
     return plistlib.dumps(told)
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
+def _calls(stop_s: int) -> Call:
+    """Of the system's tools, which wait for as long as a service may take to leave."""
+
+    def call(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        limit_s = stop_s + TOOL_S
+        try:
+            return subprocess.run(
+                command, capture_output=True, text=True, timeout=limit_s, check=False, stdin=subprocess.DEVNULL
+            )
+        except subprocess.TimeoutExpired as error:
+            raise JoinError(
+                f"{shlex.join(command)} has not ended in {limit_s} s: see in `meshcee peer logs` what the service does, then type "
+                "your own command again"
+            ) from error
+
+    return call
+
+
+def _stop_s(file: Path) -> int:
+    """That the service in this file may take to leave; it may have been installed with another --leave-within."""
+    said = re.search(r"TimeoutStopSec=(\d+)|<key>ExitTimeOut</key>\s*<integer>(\d+)", file.read_text())
+    return int(said[1] or said[2]) if said else 0
 
 
 def _said(done: subprocess.CompletedProcess[str]) -> str:
@@ -245,12 +268,12 @@ def _settings(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def install(
-    service: Service, line: str | None, *, only_print: bool, system: System | None = None, call: Call = _run
+    service: Service, line: str | None, *, only_print: bool, system: System | None = None, call: Call | None = None
 ) -> None:
     """Write the service and start it; with `only_print` show what would be written, and write nothing."""
     if line is not None:
         Token.parse(line)  # what is wrong is told now, and not in a log
-    system = system or system_of()
+    system, call = system or system_of(), call or _calls(service.stop_s)
     is_unit = system.tool == "systemctl"
     text = systemd_unit(service) if is_unit else launchd_plist(service).decode()
     screen = Screen()
@@ -293,11 +316,12 @@ def install(
     screen.print("What it says: meshcee peer logs")
 
 
-def uninstall(service: Service | None = None, *, system: System | None = None, call: Call = _run) -> None:
+def uninstall(service: Service | None = None, *, system: System | None = None, call: Call | None = None) -> None:
     """End the service, in order, and remove what `install` wrote. Its identity stays."""
     service, system = service or service_of(), system or system_of()
     if not system.file.exists():
         raise UsageError(f"there is no service of meshcee here: {system.file} does not exist")
+    call = call or _calls(_stop_s(system.file))
     for command in system.end[:1]:
         done = call(command)
         if done.returncode:

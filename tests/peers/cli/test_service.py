@@ -182,6 +182,29 @@ def test_nothing_is_written_that_could_not_run(here: tuple[Service, System]) -> 
         install(service, line(), only_print=False, system=system, call=Tool("systemctl --user restart"))
 
 
+def test_a_service_has_its_time_to_leave_and_one_that_takes_longer_is_a_sentence(
+    here: tuple[Service, System], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (service, system), waited = here, list[float]()
+    service = replace(service, leave_s=600)
+
+    def hangs(command: Sequence[str], timeout: float, **_: object) -> subprocess.CompletedProcess[str]:
+        waited.append(timeout)
+        if not {"restart", "disable"} & set(command):
+            return subprocess.CompletedProcess(list(command), 0, "", "")
+        raise subprocess.TimeoutExpired(list(command), timeout)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    with pytest.raises(JoinError, match=r"restart meshcee-peer.service has not ended .* type your own command again"):
+        install(service, None, only_print=False, system=system)
+    for text in (systemd_unit(service), launchd_plist(service).decode()):
+        system.file.write_text(text)
+        with pytest.raises(JoinError, match=r"disable .* has not ended"):
+            uninstall(replace(service, leave_s=30), system=system)
+        assert system.file.exists(), "it can be typed again"
+    assert min(waited) > service.stop_s
+
+
 def test_print_shows_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHCEE_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))

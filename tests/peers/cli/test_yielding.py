@@ -7,16 +7,20 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from meshcee.errors import UsageError
+from meshcee.errors import JoinError, UsageError
 from meshcee.files import Home
 from peers.cli.joining.owner_use import Machine, is_metered, use_by_others
 from peers.cli.joining.staying import Stay, Watch
 from peers.cli.joining.yielding import Hours, Rule, Seen, Standing
 from peers.node import Departure
 from peers.owner.epoch import Report
+from peers.transport import Frame
+from peers.wire import messages
 from tests.peers.owner.test_recovery import a_mesh, assert_undisturbed, train
 
 RULE = Rule(leave_after_s=10, return_after_s=60)
@@ -147,6 +151,18 @@ async def test_this_machine_is_looked_at() -> None:
     assert second.at_s > first.at_s
 
 
+async def test_a_system_that_has_no_place_for_batteries_shows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> None:
+        raise FileNotFoundError("/sys/class/power_supply")
+
+    monkeypatch.setattr(psutil, "sensors_battery", absent, raising=False)
+    assert (await Machine("cpu").look()).on_battery is None
+    for plugged in (True, False, None):
+        shown = SimpleNamespace(power_plugged=plugged)
+        monkeypatch.setattr(psutil, "sensors_battery", lambda shown=shown: shown, raising=False)
+        assert (await Machine("cpu").look()).on_battery is (None if plugged is None else not plugged)
+
+
 class Said:
     """Sentences that a stay tells, and an event at each."""
 
@@ -212,7 +228,7 @@ async def test_a_peer_that_yields_costs_its_job_no_step_and_comes_back(tmp_path:
         assert await staying, "asked by a signal, it goes for good"
 
 
-async def test_a_peer_that_is_away_ends_at_the_first_signal_and_a_drained_one_does_not_come_back() -> None:
+async def test_a_peer_that_is_away_ends_at_the_first_signal() -> None:
     said, owner = Said(), Owner()
     owner.works = True
 
@@ -230,13 +246,61 @@ async def test_a_peer_that_is_away_ends_at_the_first_signal_and_a_drained_one_do
             assert await staying
     assert len(said.texts) == 1
 
+
+@pytest.mark.parametrize("yields", [False, True])
+async def test_a_drained_peer_does_not_come_back_not_even_one_that_was_about_to_yield(yields: bool) -> None:
+    said, owner = Said(), Owner()
     async with a_mesh(Home(Path("/nowhere")), 1) as (here, _):
-        departure = Departure(here.agents["p0"])
-        departure.ask()
+        peer, other = here.agents["p0"], await here.start("other", lends=False)
+
+        async def drain() -> None:
+            stream = await other.transport.open(peer.peer_id, "leave")
+            await stream.send(Frame(messages.LEAVE))
+            assert (await stream.recv()).kind == messages.LEAVING
 
         @asynccontextmanager
         async def once() -> AsyncIterator[Departure]:
+            departure = Departure(peer)
+            owner.works = yields
+            if not yields:
+                await drain()
             yield departure
+            if yields:
+                await drain()
 
-        assert await Stay(Owner().watch()).run(once, said)
-    assert len(said.texts) == 1
+        async with asyncio.timeout(5):
+            assert await Stay(owner.watch()).run(once, said)
+    assert said.texts == []
+
+
+async def test_a_peer_that_cannot_come_back_yet_tries_again_and_a_signal_ends_that() -> None:
+    said, owner, pauses, fails = Said(), Owner(), list[float](), [False, *[True] * 7, False, True]
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+        if not fails:
+            assert stay.ask(), "between two tries it can be asked"
+            await asyncio.Event().wait()
+
+    async with a_mesh(Home(Path("/nowhere")), 1) as (here, _):
+
+        @asynccontextmanager
+        async def lend() -> AsyncIterator[Departure]:
+            async with asyncio.TaskGroup():  # so that what fails comes in a group, as of a real peer
+                if fails.pop(0):
+                    owner.works = False
+                    raise JoinError("nobody answers")
+                owner.works = True
+                yield Departure(here.agents["p0"])
+                owner.works = False
+
+        stay = Stay(owner.watch(), sleep)
+        async with asyncio.timeout(10):
+            assert await stay.run(lend, said)
+    assert pauses == [2, 4, 8, 16, 32, 60, 60, 2]
+    assert "not back yet: nobody answers. This peer tries again in 2 s; Ctrl-C ends it" in said.texts
+
+    fails[:] = [True]
+    with pytest.raises(ExceptionGroup):
+        await Stay(owner.watch(), sleep).run(lend, said)
+    assert len(pauses) == 8, "a wrong line is told of at once"
