@@ -129,6 +129,10 @@ class Run:
         """Whether it ended as it was to, at its last step or because somebody asked."""
         return self.result.get("state") in ("stopped", "done")
 
+    def stop_mark(self, pid: int) -> Path:
+        """The file is there once this process was asked to stop; a mark of another process counts for nothing."""
+        return self.folder / f"stop.{pid}"
+
     def hold(self) -> BinaryIO:
         """Own it until this is closed, or the process ends; UsageError while another process does. The lock says whose it is."""
         lock = (self.folder / LOCK).open("ab", buffering=0)
@@ -138,6 +142,9 @@ class Run:
             except BlockingIOError:
                 time.sleep(0.05)
                 continue
+            with suppress(OSError):  # numbers of processes are used again
+                for mark in self.folder.glob("stop.*"):
+                    disk.remove(mark)
             with suppress(OSError):  # a disk without room is told of where more is written
                 lock.truncate(0)
                 lock.write(str(os.getpid()).encode())

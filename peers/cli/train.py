@@ -18,7 +18,7 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import remark
 from meshcee.figures.amounts import size
-from meshcee.files import Home, dumps
+from meshcee.files import Home, Run, dumps
 from meshcee.files.tensor_files import save
 from meshcee.job import Job
 from meshcee.plan import Plan
@@ -27,6 +27,7 @@ from peers.cli.meters import address_of, metered
 from peers.cli.plan import read_plan
 from peers.cli.session import configure_logging, load_job, run_async
 from peers.cli.ui.watching import needs_ui, page_of
+from peers.cli.ui.wishes import is_first_to_stop
 from peers.cli.view import View, naming, view_for
 from peers.device import resolve_device
 from peers.measure import Trace
@@ -111,10 +112,14 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     current: list[Mesh] = []
 
     def polite() -> bool:
-        asked = any(mesh.stop() for mesh in current)
+        asked = [mesh.result.run for mesh in current if mesh.stop()]
+        for run in filter(None, asked):
+            is_first_to_stop(
+                Run(Home().folder / "runs" / run), os.getpid()
+            )  # `meshcee run stop` sends no second signal
         if asked:
             view.note("the run ends after this step, once its weights are on disk; Ctrl-C again ends it at once")
-        return asked
+        return bool(asked)
 
     view = view_for(as_json=as_json)
     again = f"{shlex.quote(str(options.job))} " + (f"--local {options.local}" if options.local else "--join TOKEN")

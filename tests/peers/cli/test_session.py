@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 
 import meshcee
 from meshcee.errors import UsageError
+from meshcee.files import Home
 from meshcee.user_code import JOB_FILE
 from peers.cli.session import configure_logging, load_job, short_ids, waiting
 from peers.cli.train import TrainOptions, run_train
+from peers.cli.ui.wishes import is_first_to_stop
+from peers.cli.view import JsonView
+from peers.owner import Report
 
 JOB = """import torch, meshcee
 job = meshcee.Job(
@@ -163,3 +170,49 @@ def test_a_trace_that_cannot_be_written_costs_no_weights(
         "there is no trace: cannot write trace: Is a directory; name a file in another folder"
         in capsys.readouterr().out
     )
+
+
+class Interrupting(JsonView):
+    """Somebody who presses Ctrl-C at the first step, and again for every further press once the run says that it ends."""
+
+    def __init__(self, presses: int) -> None:
+        self.presses = presses
+        self.asks_first: list[bool] = []
+        self.notes: list[str] = []
+
+    def press(self) -> None:
+        if self.presses:
+            self.presses -= 1
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def report(self, report: Report) -> None:
+        if not self.notes[-1].startswith("the run ends"):
+            self.press()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        if text.startswith("the run ends"):
+            self.asks_first.append(is_first_to_stop(Home().run("last"), os.getpid()))
+            self.press()
+
+
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, presses: int, **said: Any) -> Interrupting:
+    view = Interrupting(presses)
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("peers.cli.train.configure_logging", lambda **options: None)
+    monkeypatch.setattr("peers.cli.train.view_for", lambda **options: view)
+    monkeypatch.setattr("peers.cli.session.end_anyway", lambda: None)  # it would end the tests
+    job = JOB.replace("steps=1,", 'steps=2000, name="org/x", adapt=False, verify=False,')
+    Path("job.py").write_text("LR = 0.1\n" + job)
+    given = {**dict.fromkeys(("join", "out", "threads")), "dry_run": False, "compute": True, "device": "cpu", **said}
+    run_train(TrainOptions(job=Path("job.py"), local=1, stages=1, **given), as_json=False)  # type: ignore[arg-type]
+    return view
+
+
+def test_ctrl_c_at_the_owner_is_the_one_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`meshcee run stop` behind it was the second, which threw away what the run was saving."""
+    view = interrupted(tmp_path, monkeypatch, 1, out=Path("w.safetensors"))
+    assert view.asks_first == [False]
+    assert "Stopped: " in capsys.readouterr().out
