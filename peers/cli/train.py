@@ -110,13 +110,13 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),
     )
     current: list[Mesh] = []
+    stopping: list[str] = []  # the run that was asked to stop
 
     def polite() -> bool:
         asked = [mesh.result.run for mesh in current if mesh.stop()]
         for run in filter(None, asked):
-            is_first_to_stop(
-                Run(Home().folder / "runs" / run), os.getpid()
-            )  # `meshcee run stop` sends no second signal
+            stopping.append(run)
+            is_first_to_stop(Run(Home().folder / "runs" / run), os.getpid())  # so `run stop` sends no second
         if asked:
             view.note("the run ends after this step, once its weights are on disk; Ctrl-C again ends it at once")
         return bool(asked)
@@ -133,7 +133,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         try:
             result = run_async(_train(job, captured, where, options, given, view, current, loggers), polite)
         except SystemExit:
-            if run := next((mesh.result.run for mesh in current if mesh.result.run), None):
+            for run in stopping:
                 view.note(
                     f"ended at once; from its newest checkpoint it goes on with `meshcee train {again} --resume {run}`"
                 )

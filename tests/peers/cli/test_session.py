@@ -175,10 +175,10 @@ def test_a_trace_that_cannot_be_written_costs_no_weights(
 class Interrupting(JsonView):
     """Somebody who presses Ctrl-C at the first step, and again for every further press once the run says that it ends."""
 
-    def __init__(self, presses: int) -> None:
+    def __init__(self, presses: int, notes: list[str]) -> None:
         self.presses = presses
         self.asks_first: list[bool] = []
-        self.notes: list[str] = []
+        self.notes = notes
 
     def press(self) -> None:
         if self.presses:
@@ -196,8 +196,10 @@ class Interrupting(JsonView):
             self.press()
 
 
-def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, presses: int, **said: Any) -> Interrupting:
-    view = Interrupting(presses)
+def interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, presses: int, notes: list[str] | None = None, **said: Any
+) -> Interrupting:
+    view = Interrupting(presses, notes if notes is not None else [])
     monkeypatch.setenv("MESHCEE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("peers.cli.train.configure_logging", lambda **options: None)
     monkeypatch.setattr("peers.cli.train.view_for", lambda **options: view)
@@ -216,3 +218,15 @@ def test_ctrl_c_at_the_owner_is_the_one_signal(
     view = interrupted(tmp_path, monkeypatch, 1, out=Path("w.safetensors"))
     assert view.asks_first == [False]
     assert "Stopped: " in capsys.readouterr().out
+
+
+def test_the_second_ctrl_c_says_how_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it looked at was cleared before."""
+    notes: list[str] = []
+    with pytest.raises(SystemExit) as ended:
+        interrupted(tmp_path, monkeypatch, 2, notes=notes)
+    assert ended.value.code == 130
+    assert notes[-1].startswith(
+        "ended at once; from its newest checkpoint it goes on with `meshcee train job.py --local 1 "
+    )
+    assert notes[-1].endswith(f"--resume {Home().run('last').id}`")
