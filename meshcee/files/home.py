@@ -24,7 +24,7 @@ from meshcee.fields import Count, Finite, NotNegative, Ordinal, read
 from meshcee.files import disk
 from meshcee.files.strict_json import loads
 
-__all__ = ["About", "Home", "Run", "home_folder", "is_locked", "is_retraction", "under"]
+__all__ = ["About", "Home", "Run", "file_name", "home_folder", "is_locked", "is_retraction", "under"]
 
 LOCK = "owner.lock"
 
@@ -187,6 +187,11 @@ def is_retraction(report: Mapping[str, Any]) -> bool:
     return report.keys() == {"step", "loss"} and report["loss"] is None
 
 
+def file_name(name: str) -> str:
+    """Of a job, for what is called after it: a name that every folder takes."""
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40] or "job"
+
+
 def under(variable: str, default: str, environment: Mapping[str, str]) -> Path:
     """A folder of the user's by the XDG rules: what the variable says where that is absolute, else the default."""
     said = environment.get(variable, "")
@@ -283,8 +288,7 @@ class Home:
 
     def new_run(self, name: str) -> Run:
         """An empty folder for it."""
-        safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40] or "job"
-        base = time.strftime("%Y%m%d-%H%M%S") + f"-{safe}"
+        base = time.strftime("%Y%m%d-%H%M%S") + f"-{file_name(name)}"
         with self.writable():
             disk.make_folder(self.folder / "runs")
             for attempt in itertools.count():

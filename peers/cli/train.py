@@ -19,6 +19,7 @@ from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import remark
 from meshcee.figures.amounts import size
 from meshcee.files import Home, Run, dumps
+from meshcee.files.home import file_name
 from meshcee.files.tensor_files import save
 from meshcee.job import Job
 from meshcee.plan import Plan
@@ -143,11 +144,21 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
             raise
     if result is None:
         return
-    out = options.out
+    out, refused = options.out, None
     if out is None and result.stopped:
-        out = Path(f"{job.name}-stopped.safetensors")
-    if out is not None:
-        save(out, result.state)
+        out = Path(f"{file_name(job.name)}-stopped.safetensors")
+    try:
+        if out is not None:
+            save(out, result.state)
+    except UsageError as error:  # the run has its weights, and is still to be told of
+        out, refused = None, error
+    _tell(result, out, as_json=as_json)
+    if refused is not None and options.out is not None:
+        raise refused
+
+
+def _tell(result: Result, out: Path | None, *, as_json: bool) -> None:
+    """How it ended, and where the weights are."""
     plan, step_s = result.plan, result.step_s
     expected_s = plan.predicted.step_s if plan is not None and plan.predicted is not None else None
     summary = {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from peers.cli.session import configure_logging, load_job, short_ids, waiting
 from peers.cli.train import TrainOptions, run_train
 from peers.cli.ui.wishes import is_first_to_stop
 from peers.cli.view import JsonView
+from peers.node import JoinOptions
 from peers.owner import Report
 
 JOB = """import torch, meshcee
@@ -203,6 +206,7 @@ def interrupted(
     monkeypatch.setenv("MESHCEE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("peers.cli.train.configure_logging", lambda **options: None)
     monkeypatch.setattr("peers.cli.train.view_for", lambda **options: view)
+    monkeypatch.setattr("peers.cli.train.JoinOptions", partial(JoinOptions, measures=False))  # two seconds less
     monkeypatch.setattr("peers.cli.session.end_anyway", lambda: None)  # it would end the tests
     job = JOB.replace("steps=1,", 'steps=2000, name="org/x", adapt=False, verify=False,')
     Path("job.py").write_text("LR = 0.1\n" + job)
@@ -215,9 +219,11 @@ def test_ctrl_c_at_the_owner_is_the_one_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`meshcee run stop` behind it was the second, which threw away what the run was saving."""
-    view = interrupted(tmp_path, monkeypatch, 1, out=Path("w.safetensors"))
+    view = interrupted(tmp_path, monkeypatch, 1)
     assert view.asks_first == [False]
-    assert "Stopped: " in capsys.readouterr().out
+    assert "Stopped: " in (said := capsys.readouterr().out)
+    assert "; weights in org-x-stopped.safetensors\n" in said, "the job's name is no path"
+    assert Path("org-x-stopped.safetensors").exists()
 
 
 def test_the_second_ctrl_c_says_how_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,3 +236,19 @@ def test_the_second_ctrl_c_says_how_the_run_goes_on(tmp_path: Path, monkeypatch:
         "ended at once; from its newest checkpoint it goes on with `meshcee train job.py --local 1 "
     )
     assert notes[-1].endswith(f"--resume {Home().run('last').id}`")
+
+
+@pytest.mark.parametrize("out", [None, Path("w.safetensors")])
+def test_weights_that_a_folder_refuses_hide_no_run(
+    out: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command failed before it said how the run had ended, and which it was."""
+    for name in ("org-x-stopped.safetensors", "w.safetensors"):
+        Path(name).mkdir()
+    with (
+        pytest.raises(UsageError, match=r"cannot write w\.safetensors") if out is not None else contextlib.nullcontext()
+    ):
+        interrupted(tmp_path, monkeypatch, 1, out=out)
+    said = capsys.readouterr().out
+    assert "Stopped: " in said
+    assert f"weights in run {Home().run('last').id} (`meshcee checkpoint export`)" in said
