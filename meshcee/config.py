@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["AUDIT_COPIES", "FAR_COPIES", "OTHERS_COPIES", "OWN_COPIES", "Limits", "Timeouts"]
+__all__ = ["AUDIT_COPIES", "FAR_COPIES", "LONGEST_LEAVE_S", "OTHERS_COPIES", "OWN_COPIES", "Limits", "Timeouts"]
 
 OWN_COPIES = 3  # of its stage that a member may hold: the last, one that the owner reads, one that the keeper reads
 OTHERS_COPIES = 2  # of another one's: the last, and the one in the making
 FAR_COPIES = 2  # more of each where there are far keepers: again the last, and the one in the making
 AUDIT_COPIES = 5  # more of its own where steps are audited: before each of the last four, and the newest
+
+LONGEST_LEAVE_S = 86400.0  # that a peer may take to leave
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from meshcee.fields import Count, Finite, NotNegative, Ordinal, read
 from meshcee.files import disk
 from meshcee.files.strict_json import loads
 
-__all__ = ["About", "Home", "Run", "home_folder", "is_locked", "is_retraction", "under"]
+__all__ = ["About", "Home", "Run", "file_name", "home_folder", "is_locked", "is_retraction", "under"]
 
 LOCK = "owner.lock"
 
@@ -129,6 +129,10 @@ class Run:
         """Whether it ended as it was to, at its last step or because somebody asked."""
         return self.result.get("state") in ("stopped", "done")
 
+    def stop_mark(self, pid: int) -> Path:
+        """The file is there once this process was asked to stop; a mark of another process counts for nothing."""
+        return self.folder / f"stop.{pid}"
+
     def hold(self) -> BinaryIO:
         """Own it until this is closed, or the process ends; UsageError while another process does. The lock says whose it is."""
         lock = (self.folder / LOCK).open("ab", buffering=0)
@@ -138,6 +142,9 @@ class Run:
             except BlockingIOError:
                 time.sleep(0.05)
                 continue
+            with suppress(OSError):  # numbers of processes are used again
+                for mark in self.folder.glob("stop.*"):
+                    disk.remove(mark)
             with suppress(OSError):  # a disk without room is told of where more is written
                 lock.truncate(0)
                 lock.write(str(os.getpid()).encode())
@@ -178,6 +185,11 @@ def _report(line: bytes) -> dict[str, Any] | None:
 def is_retraction(report: Mapping[str, Any]) -> bool:
     """Whether a line takes back what was told of a step (peers/owner/diary.py), and is no report."""
     return report.keys() == {"step", "loss"} and report["loss"] is None
+
+
+def file_name(name: str) -> str:
+    """Of a job, for what is called after it: a name that every folder takes."""
+    return "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40] or "job"
 
 
 def under(variable: str, default: str, environment: Mapping[str, str]) -> Path:
@@ -276,8 +288,7 @@ class Home:
 
     def new_run(self, name: str) -> Run:
         """An empty folder for it."""
-        safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in name)[:40] or "job"
-        base = time.strftime("%Y%m%d-%H%M%S") + f"-{safe}"
+        base = time.strftime("%Y%m%d-%H%M%S") + f"-{file_name(name)}"
         with self.writable():
             disk.make_folder(self.folder / "runs")
             for attempt in itertools.count():

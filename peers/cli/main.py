@@ -7,7 +7,7 @@ Exit codes:
 
 - 0 ok, 1 bug, 2 usage, 3 cannot join, 4 model cannot be captured
 - 5 no feasible plan, 6 unrecoverable loss of peers, 7 non-finite loss
-- 8 not permitted, 9 damaged checkpoint, 130 interrupted
+- 8 not permitted, 9 damaged checkpoint, 10 not equal to the plain loop, 130 interrupted
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         raise type(error)(f"{error}; where the mesh of the last code is no more, remove {line_file(Home())}") from error
     if not in_time:
         raise PeerLostError(
-            "this peer has left with a stage of a job, or with its data: the owner goes on from its newest checkpoint"
+            "this peer has left with a stage of a job, or with its data: the owner goes on from its newest copies"
         )
 
 
@@ -244,7 +244,7 @@ async def _drain(wanted: str, token: str, *, as_json: bool) -> None:
         raise PeerLostError(f"{peer.name} {NO_SUPPLIER.format(dataset=dataset)}")
     if not in_time:
         raise PeerLostError(
-            f"{peer.name} has gone before its job could go on without it: the owner goes on from its newest checkpoint"
+            f"{peer.name} has gone before its job could go on without it: the owner goes on from its newest copies"
         )
     if as_json:
         print(dumps({"left": {"peer": peer.peer_id, "name": peer.name, "took_s": took_s}}), flush=True)

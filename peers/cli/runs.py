@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import typer
 from rich.table import Table
 
@@ -15,7 +13,7 @@ from meshcee.errors import UsageError
 from meshcee.files import Home, Run, dumps, hugging_face
 from meshcee.files.tensor_files import OnDemand, save
 from peers.cli.session import Screen
-from peers.cli.ui.wishes import wish_checkpoint
+from peers.cli.ui.wishes import ask_to_stop, wish_checkpoint
 from peers.state import Checkpoint, CheckpointStore
 
 __all__ = ["export", "find", "list_runs", "save_run", "show_logs", "stop_run"]
@@ -60,17 +58,9 @@ def list_runs(*, as_json: bool) -> None:
 
 
 def stop_run(run_id: str) -> None:
-    """Send the owner the first Ctrl-C; wait until it has saved."""
+    """Send the owner the first Ctrl-C, unless somebody has; wait until it has saved."""
     run = Home().run(run_id)
-    process = run.process
-    if process is None or run.state != "running":
-        raise UsageError(f"run {run.id} is not running ({run.state})")
-    try:
-        process.send_signal(signal.SIGINT)
-    except psutil.Error as error:
-        raise UsageError(
-            f"the owner of run {run.id} cannot be asked to stop ({error}); `meshcee run list` shows whether it still runs"
-        ) from error
+    process = ask_to_stop(run)
     typer.echo(f"{run.id}: finishing its step and saving ...")
     deadline_s = time.monotonic() + 60
     while run.state == "running":

@@ -18,7 +18,8 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import remark
 from meshcee.figures.amounts import size
-from meshcee.files import Home, dumps
+from meshcee.files import Home, Run, dumps
+from meshcee.files.home import file_name
 from meshcee.files.tensor_files import save
 from meshcee.job import Job
 from meshcee.plan import Plan
@@ -27,6 +28,7 @@ from peers.cli.meters import address_of, metered
 from peers.cli.plan import read_plan
 from peers.cli.session import configure_logging, load_job, run_async
 from peers.cli.ui.watching import needs_ui, page_of
+from peers.cli.ui.wishes import is_first_to_stop
 from peers.cli.view import View, naming, view_for
 from peers.device import resolve_device
 from peers.measure import Trace
@@ -109,12 +111,16 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),
     )
     current: list[Mesh] = []
+    stopping: list[str] = []  # the run that was asked to stop
 
     def polite() -> bool:
-        asked = any(mesh.stop() for mesh in current)
+        asked = [mesh.result.run for mesh in current if mesh.stop()]
+        for run in filter(None, asked):
+            stopping.append(run)
+            is_first_to_stop(Run(Home().folder / "runs" / run), os.getpid())  # so `run stop` sends no second
         if asked:
             view.note("the run ends after this step, once its weights are on disk; Ctrl-C again ends it at once")
-        return asked
+        return bool(asked)
 
     view = view_for(as_json=as_json)
     again = f"{shlex.quote(str(options.job))} " + (f"--local {options.local}" if options.local else "--join TOKEN")
@@ -128,7 +134,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         try:
             result = run_async(_train(job, captured, where, options, given, view, current, loggers), polite)
         except SystemExit:
-            if run := next((mesh.result.run for mesh in current if mesh.result.run), None):
+            for run in stopping:
                 view.note(
                     f"ended at once; from its newest checkpoint it goes on with `meshcee train {again} --resume {run}`"
                 )
@@ -138,11 +144,21 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
             raise
     if result is None:
         return
-    out = options.out
+    out, refused = options.out, None
     if out is None and result.stopped:
-        out = Path(f"{job.name}-stopped.safetensors")
-    if out is not None:
-        save(out, result.state)
+        out = Path(f"{file_name(job.name)}-stopped.safetensors")
+    try:
+        if out is not None:
+            save(out, result.state)
+    except UsageError as error:  # the run has its weights, and is still to be told of
+        out, refused = None, error
+    _tell(result, out, as_json=as_json)
+    if refused is not None and options.out is not None:
+        raise refused
+
+
+def _tell(result: Result, out: Path | None, *, as_json: bool) -> None:
+    """How it ended, and where the weights are."""
     plan, step_s = result.plan, result.step_s
     expected_s = plan.predicted.step_s if plan is not None and plan.predicted is not None else None
     summary = {

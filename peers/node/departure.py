@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
 
 from dht import PeerRecord
+from meshcee.config import LONGEST_LEAVE_S
 from meshcee.errors import JoinError, ProtocolError, UsageError
 from peers.node.agent import Agent
 from peers.transport import Frame, Stream, StreamClosed
@@ -25,7 +25,6 @@ __all__ = ["Departure", "ask_to_leave", "find_peer", "matching"]
 
 log = structlog.get_logger()
 
-LONGEST_S = 86400.0  # that a peer may take to leave
 SHOWN = 8  # characters at the end of a peer id, which `meshcee status` prints
 
 
@@ -111,7 +110,7 @@ async def ask_to_leave(agent: Agent, peer_id: str, hear: Callable[[float, list[s
             await stream.send(Frame(messages.LEAVE))
             header = _expected(messages.LEAVING, await stream.recv())
             within_s = need(header, "within_s", float)
-            if not 0 <= within_s <= LONGEST_S or math.isnan(within_s):
+            if not 0 <= within_s <= LONGEST_LEAVE_S:
                 raise ProtocolError(f"peer {name} wants to leave within {within_s} s")
             hear(within_s, need({"supplies": [], **header}, "supplies", list[str]))
             limit.reschedule(asyncio.get_running_loop().time() + within_s + agent.timeouts.join_s)

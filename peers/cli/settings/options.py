@@ -15,6 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from meshcee.config import LONGEST_LEAVE_S
 from meshcee.files import Home
 from peers.cli.session import read_token
 
@@ -63,6 +64,12 @@ def runs_here() -> list[str]:
 def _join(context: typer.Context, text: str | None) -> str | None:
     """The line; `meshcee peer` reads it itself, as a word behind it may want standard input."""
     return text if hasattr(context.command, "commands") else read_token(text)
+
+
+def _leave_within(within_s: float | None) -> float | None:
+    if within_s is not None and not 0 <= within_s <= LONGEST_LEAVE_S:  # NaN compares as false
+        raise typer.BadParameter(f"{within_s:g} s: a peer leaves within 0 to {LONGEST_LEAVE_S:g} s")
+    return within_s
 
 
 Join = Annotated[
@@ -128,7 +135,9 @@ Name = Annotated[
 ]
 LeaveWithin = Annotated[
     float | None,
-    typer.Option(envvar="MESHCEE_LEAVE_WITHIN", min=0.0, help="Seconds that its job has to go on without it: 30."),
+    typer.Option(
+        envvar="MESHCEE_LEAVE_WITHIN", callback=_leave_within, help="Seconds that its job has to go on without it: 30."
+    ),
 ]
 DeviceProcess = Annotated[
     bool | None,

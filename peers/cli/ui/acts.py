@@ -6,17 +6,14 @@ page has no right and no way of its own. Refusals are sentences, as everywhere.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-import psutil
-
 from dht import ROLES, Role, Token
 from meshcee.errors import JoinError, NotPermittedError, UsageError
 from meshcee.files import Home, Run
-from peers.cli.ui.wishes import Wishes, wish_checkpoint
+from peers.cli.ui.wishes import Wishes, ask_to_stop, wish_checkpoint
 from peers.node import Mesh, ask_to_leave, find_peer
 from peers.node.agent import Agent
 from peers.node.authority import authority_of
@@ -107,18 +104,9 @@ def of_training(mesh: Mesh, wishes: Wishes, role: Role, drain: Doing | None) -> 
 
 def of_folder(run: Run) -> Acts:
     """Of a run of this machine that another process owns: whoever may write its folder has the right."""
-    asked: list[int] = []  # processes: a second signal would end it without saving
 
     async def stop(_: str) -> str:
-        process = run.process
-        try:
-            if process is not None and process.pid not in asked:
-                process.send_signal(signal.SIGINT)
-                asked.append(process.pid)
-        except psutil.Error:  # it has just ended
-            process = None
-        if process is None:
-            raise UsageError(f"run {run.id} is not running ({run.state})")
+        ask_to_stop(run)
         return "the run finishes its step, saves, and ends"
 
     async def checkpoint(_: str) -> str:

@@ -1,7 +1,8 @@
-"""What another process of this machine may ask of a run that trains: to save its state now.
+"""What another process of this machine may ask of a run that trains: to save its state now, or to stop.
 
 The idea: a file in the run's own folder is the wish. The owner looks for it now and then, beside training, and asks for what any
 callback may. A lock beside it says that somebody looks, and ends with the owner. A run that was begun from Python hears of none.
+Stopping is a signal, which must come once: a second ends the run without saving. So another file says that it was sent.
 """
 
 from __future__ import annotations
@@ -9,15 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
+
+import psutil
 
 from meshcee.callbacks import Callback, Control
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.files import Run, disk, is_locked
 
-__all__ = ["Wishes", "wish_checkpoint"]
+__all__ = ["Wishes", "ask_to_stop", "is_first_to_stop", "wish_checkpoint"]
 
 PLACE, CHECKPOINT, HEARD = "wishes", "checkpoint", "heard.lock"
 EVERY_S = 1.0
@@ -91,3 +96,30 @@ def wish_checkpoint(run: Run) -> None:
         (place / CHECKPOINT).touch()
     except OSError as error:
         raise UsageError(f"run {run.id} cannot be asked ({disk.refusal(error)}): make room, then ask again") from error
+
+
+def is_first_to_stop(run: Run, pid: int) -> bool:
+    """Whether nobody has asked this process to stop the run before; from now on somebody has."""
+    try:
+        disk.File(run.stop_mark(pid), flags=os.O_CREAT | os.O_EXCL).close()
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # a folder that cannot be written keeps nobody from stopping a run
+    return True
+
+
+def ask_to_stop(run: Run) -> psutil.Process:
+    """The owner, which was sent the first Ctrl-C now or before. UsageError where the run is not running, or cannot be asked."""
+    if (process := run.process) is None:
+        raise UsageError(f"run {run.id} is not running ({run.state})")
+    if is_first_to_stop(run, process.pid):
+        try:
+            process.send_signal(signal.SIGINT)
+        except psutil.Error as error:
+            with contextlib.suppress(OSError):
+                disk.remove(run.stop_mark(process.pid))  # it may be another user's, who has the right
+            raise UsageError(
+                f"the owner of run {run.id} cannot be asked to stop ({error}); `meshcee run list` shows whether it still runs"
+            ) from error
+    return process

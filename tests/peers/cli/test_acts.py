@@ -4,6 +4,8 @@ commands do it."""
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -18,14 +20,15 @@ import pytest
 from dht import Role
 from meshcee.callbacks import Control
 from meshcee.errors import UsageError
-from meshcee.files import Home, Run
+from meshcee.files import Home, Run, disk
 from peers.cli.runs import stop_run
 from peers.cli.ui.acts import Acts, drains, of_folder, role_in
 from peers.cli.ui.watching import page_of
-from peers.cli.ui.wishes import Wishes, wish_checkpoint
+from peers.cli.ui.wishes import Wishes, ask_to_stop, is_first_to_stop, wish_checkpoint
 from peers.node import Departure
 from peers.node.assemble import InProcess, JoinOptions
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of
+from tests.rig.disks import RefusingDisk
 from tests.rig.virtual_time import run as on_virtual_time
 
 aiohttp = pytest.importorskip("aiohttp", reason="the ui extra is not installed")
@@ -166,6 +169,23 @@ async def test_a_run_of_another_process_is_asked_through_its_folder(
         assert not again.saves_before(0), "what an owner before has not heard is of no use now"
 
 
+def test_a_run_is_sent_one_signal_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second `meshcee run stop`, or Stop on a page behind it, threw away what the run was saving."""
+    run, signals = a_run(Home(tmp_path)), list[int]()
+    monkeypatch.setattr(psutil.Process, "send_signal", lambda process, number: signals.append(number))
+    with run.hold():
+        for _ in range(2):
+            assert ask_to_stop(run).pid == os.getpid()
+        assert "saves" in asyncio.run(of_folder(run).do("stop", ""))
+        assert signals == [signal.SIGINT]
+    with run.hold():  # a number is used again, in a container always
+        assert is_first_to_stop(run, os.getpid())
+        assert is_first_to_stop(run, 1), "what another process was asked counts for nothing"
+    with run.hold(), disk.using(RefusingDisk(tmp_path, errno.EROFS)):
+        ask_to_stop(run)
+    assert len(signals) == 2, "a folder that cannot be written keeps nobody from stopping a run"
+
+
 def test_an_owner_that_ends_as_it_is_asked_to_stop_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
 
@@ -173,8 +193,10 @@ def test_an_owner_that_ends_as_it_is_asked_to_stop_is_said(tmp_path: Path, monke
         raise psutil.NoSuchProcess(process.pid)
 
     monkeypatch.setattr(psutil.Process, "send_signal", gone)
-    with a_run(Home()).hold(), pytest.raises(UsageError, match="cannot be asked to stop"):
+    run = a_run(Home())
+    with run.hold(), pytest.raises(UsageError, match="cannot be asked to stop"):
         stop_run("last")
+    assert is_first_to_stop(run, os.getpid()), "somebody else may have the right to"
 
 
 async def test_a_page_beside_training_saves_and_stops_its_run(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def test_an_emulated_device_has_no_process_of_its_own(emulated: list[str]) -> No
         CliRunner().invoke(app, ["peer", "--device-process", *emulated], catch_exceptions=False)
 
 
+@pytest.mark.parametrize("said", ["nan", "inf", "-1", "86401"])
+def test_the_time_to_leave_is_what_others_wait_for(said: str) -> None:
+    """A peer took any, and `meshcee drain` called its answer a violation of the protocol."""
+    told = CliRunner().invoke(app, ["peer", "install", "--print", f"--leave-within={said}"])
+    assert told.exit_code == 2
+    assert "0 to 86400 s" in told.output
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a process for the device needs Linux")
 @pytest.mark.parametrize("emulated", [False, True])
 def test_a_device_has_a_process_of_its_own_where_it_can(emulated: bool) -> None:

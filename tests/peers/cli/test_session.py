@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 
 import meshcee
 from meshcee.errors import UsageError
+from meshcee.files import Home
 from meshcee.user_code import JOB_FILE
 from peers.cli.session import configure_logging, load_job, short_ids, waiting
 from peers.cli.train import TrainOptions, run_train
+from peers.cli.ui.wishes import is_first_to_stop
+from peers.cli.view import JsonView
+from peers.node import JoinOptions
+from peers.owner import Report
 
 JOB = """import torch, meshcee
 job = meshcee.Job(
@@ -163,3 +173,82 @@ def test_a_trace_that_cannot_be_written_costs_no_weights(
         "there is no trace: cannot write trace: Is a directory; name a file in another folder"
         in capsys.readouterr().out
     )
+
+
+class Interrupting(JsonView):
+    """Somebody who presses Ctrl-C at the first step, and again for every further press once the run says that it ends."""
+
+    def __init__(self, presses: int, notes: list[str]) -> None:
+        self.presses = presses
+        self.asks_first: list[bool] = []
+        self.notes = notes
+
+    def press(self) -> None:
+        if self.presses:
+            self.presses -= 1
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def report(self, report: Report) -> None:
+        if not self.notes[-1].startswith("the run ends"):
+            self.press()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        if text.startswith("the run ends"):
+            self.asks_first.append(is_first_to_stop(Home().run("last"), os.getpid()))
+            self.press()
+
+
+def interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, presses: int, notes: list[str] | None = None, **said: Any
+) -> Interrupting:
+    view = Interrupting(presses, notes if notes is not None else [])
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("peers.cli.train.configure_logging", lambda **options: None)
+    monkeypatch.setattr("peers.cli.train.view_for", lambda **options: view)
+    monkeypatch.setattr("peers.cli.train.JoinOptions", partial(JoinOptions, measures=False))  # two seconds less
+    monkeypatch.setattr("peers.cli.session.end_anyway", lambda: None)  # it would end the tests
+    job = JOB.replace("steps=1,", 'steps=2000, name="org/x", adapt=False, verify=False,')
+    Path("job.py").write_text("LR = 0.1\n" + job)
+    given = {**dict.fromkeys(("join", "out", "threads")), "dry_run": False, "compute": True, "device": "cpu", **said}
+    run_train(TrainOptions(job=Path("job.py"), local=1, stages=1, **given), as_json=False)  # type: ignore[arg-type]
+    return view
+
+
+def test_ctrl_c_at_the_owner_is_the_one_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`meshcee run stop` behind it was the second, which threw away what the run was saving."""
+    view = interrupted(tmp_path, monkeypatch, 1)
+    assert view.asks_first == [False]
+    assert "Stopped: " in (said := capsys.readouterr().out)
+    assert "; weights in org-x-stopped.safetensors\n" in said, "the job's name is no path"
+    assert Path("org-x-stopped.safetensors").exists()
+
+
+def test_the_second_ctrl_c_says_how_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it looked at was cleared before."""
+    notes: list[str] = []
+    with pytest.raises(SystemExit) as ended:
+        interrupted(tmp_path, monkeypatch, 2, notes=notes)
+    assert ended.value.code == 130
+    assert notes[-1].startswith(
+        "ended at once; from its newest checkpoint it goes on with `meshcee train job.py --local 1 "
+    )
+    assert notes[-1].endswith(f"--resume {Home().run('last').id}`")
+
+
+@pytest.mark.parametrize("out", [None, Path("w.safetensors")])
+def test_weights_that_a_folder_refuses_hide_no_run(
+    out: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command failed before it said how the run had ended, and which it was."""
+    for name in ("org-x-stopped.safetensors", "w.safetensors"):
+        Path(name).mkdir()
+    with (
+        pytest.raises(UsageError, match=r"cannot write w\.safetensors") if out is not None else contextlib.nullcontext()
+    ):
+        interrupted(tmp_path, monkeypatch, 1, out=out)
+    said = capsys.readouterr().out
+    assert "Stopped: " in said
+    assert f"weights in run {Home().run('last').id} (`meshcee checkpoint export`)" in said
