@@ -162,5 +162,5 @@ def going_back(entries: Iterable[Mapping[str, Any]], names: Mapping[str, str], *
 
 
 def _when(entry: Mapping[str, Any]) -> float:
-    """Seconds since an epoch; a log on virtual time has none."""
+    """Seconds since an epoch; the entries of a test may have none."""
     return datetime.fromisoformat(entry["timestamp"]).timestamp() if "timestamp" in entry else 0.0

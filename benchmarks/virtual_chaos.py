@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -579,7 +580,7 @@ def play(
 
     It goes the same way each time in one process. The log of a run that did not end as it should is kept.
     """
-    with capture_logs() as logged, quick_planning(), one_thread():
+    with capture_logs([_stamped]) as logged, quick_planning(), one_thread():
         # Now, or the first storm of a process would be another one.
         work = work_of(augmented, job=replace(job_of(augmented, steps), adapt=True))
         with decided_by(seed):
@@ -587,6 +588,13 @@ def play(
     if result["outcome"] != "equal":
         Path(tempfile.gettempdir(), f"meshcee-chaos-{seed}.log").write_text("\n".join(map(str, logged)))
     return result
+
+
+def _stamped(logger: Any, method: str, entry: Any) -> Any:
+    """With the loop's time, by which it is judged how long copies take."""
+    with contextlib.suppress(RuntimeError):  # what no loop tells needs none
+        entry["timestamp"] = datetime.fromtimestamp(asyncio.get_running_loop().time(), UTC).isoformat()
+    return entry
 
 
 def sums(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
