@@ -198,7 +198,13 @@ IN_BF16 = [
 @pytest.mark.parametrize("model", IN_BF16)
 def test_every_model_in_bf16(model: str) -> None:
     chain = Chain(zoo.make(model, "adamw", precision="bf16"), captured(model, "bf16"), 3)
-    assert_equal(chain, chain.run(chain.job.steps), expected(model, "adamw", "bf16"))
+    want = expected(model, "adamw", "bf16")
+    frozen = {x.name for x in chain.captured.train.inputs if x.kind == "parameter" and not x.trainable}
+    rounded = {
+        n: t.bfloat16().to(chain.state()[n].dtype) for n, t in want.state.items() if n in frozen
+    }  # by stages alone
+    want = dataclasses.replace(want, state={**want.state, **rounded})
+    assert_equal(chain, chain.run(chain.job.steps), want)
 
 
 @pytest.mark.slow
