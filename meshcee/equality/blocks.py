@@ -21,10 +21,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshcee.capture import Capture
-from meshcee.capture.graph import Program, StageSpec, copied, laid_out, resolve
+from meshcee.capture.graph import Program, StageSpec, copied, resolve
 from meshcee.eager import compute_in_full, outermost, put_others
 from meshcee.equality.recorder import memory_of, tensors_in
 from meshcee.equality.watch import digest
+from meshcee.files.tensor_files import laid_out
 
 __all__ = ["Blocks", "Weights", "entries", "stand_in", "without_saving"]
 

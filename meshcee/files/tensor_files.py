@@ -12,7 +12,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -32,6 +32,7 @@ __all__ = [
     "byte_view",
     "flat_bytes",
     "head_of",
+    "laid_out",
     "nbytes_of",
     "save",
 ]
@@ -56,6 +57,16 @@ _NAMES = {
     torch.complex64: "C64",
 }
 DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+def laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """The same numbers with these strides, gaps and expanded dimensions as well; a copy only where they are others."""
+    if tensor.stride() == tuple(strides):
+        return tensor
+    made = torch.empty_strided(tuple(tensor.shape), tuple(strides), dtype=tensor.dtype, device=tensor.device)
+    own = tuple(slice(None if stride else 1) for stride in strides)
+    made[own].copy_(tensor[own])
+    return made
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

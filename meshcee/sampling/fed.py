@@ -26,6 +26,7 @@ import torch
 from meshcee.errors import UsageError
 from meshcee.files import disk
 from meshcee.files.strict_json import dumps, loads
+from meshcee.files.tensor_files import laid_out
 from meshcee.sampling.again import MOST_BYTES
 
 __all__ = ["Fed"]
@@ -104,7 +105,7 @@ class Fed:
             for name, tensor in tensors.items():
                 micro, _, own = name.partition("/")
                 if name in strides:
-                    tensor = _as_it_lay(tensor, loads(strides[name]))
+                    tensor = laid_out(tensor, loads(strides[name]))
                 found.setdefault(int(micro), {})[own] = tensor
             return [found[micro] for micro in range(len(found))]
         except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
@@ -152,11 +153,3 @@ class Fed:
         if event not in self._warned:
             log.warning(event, **about)
         self._warned.add(event)
-
-
-def _as_it_lay(tensor: torch.Tensor, strides: list[int]) -> torch.Tensor:
-    """With gaps where there were gaps; what was expanded is written once."""
-    made = torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype)
-    own = tuple(slice(None if stride else 1) for stride in strides)
-    made[own].copy_(tensor[own])
-    return made

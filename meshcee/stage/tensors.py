@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 
-from meshcee.capture.graph import canonical, contiguous, dense, laid_out, unexpanded
+from meshcee.capture.graph import canonical, contiguous, dense, unexpanded
 from meshcee.codec import Codec, codec_of, is_coded
 from meshcee.errors import ProtocolError
+from meshcee.files.tensor_files import laid_out
 
 __all__ = ["Bring", "Encode", "Expected", "Value", "pack", "unpack"]
 

@@ -28,7 +28,7 @@ from peers.cli.meters import address_of, metered
 from peers.cli.plan import read_plan
 from peers.cli.session import configure_logging, load_job, run_async
 from peers.cli.ui.watching import needs_ui, page_of
-from peers.cli.ui.wishes import is_first_to_stop
+from peers.cli.ui.wishes import mark_stop
 from peers.cli.view import View, naming, view_for
 from peers.device import resolve_device
 from peers.measure import Trace
@@ -117,7 +117,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         asked = [mesh.result.run for mesh in current if mesh.stop()]
         for run in filter(None, asked):
             stopping.append(run)
-            is_first_to_stop(Run(Home().folder / "runs" / run), os.getpid())  # so `run stop` sends no second
+            mark_stop(Run(Home().folder / "runs" / run), os.getpid())  # so `run stop` sends no second
         if asked:
             view.note("the run ends after this step, once its weights are on disk; Ctrl-C again ends it at once")
         return bool(asked)

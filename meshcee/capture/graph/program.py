@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from meshcee.capture.graph.operators import Operator
-from meshcee.capture.graph.strides import laid_out
 from meshcee.errors import GraphError, PlanError
+from meshcee.files.tensor_files import laid_out
 
 __all__ = ["Batch", "Dim", "Free", "Input", "Node", "Program", "Ref", "StageSpec", "Value", "slice_program"]
 

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["canonical", "contiguous", "copied", "dense", "laid_out", "moved", "unexpanded"]
+from meshcee.files.tensor_files import laid_out
+
+__all__ = ["canonical", "contiguous", "copied", "dense", "moved", "unexpanded"]
 
 _GAP = 16  # elements: as much as a cache line of fp32, so that rows that were aligned stay so
 _MOST = 4  # times the elements: tensors with wider gaps in all travel without them
@@ -44,16 +46,6 @@ def dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 def unexpanded(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The shape of what has memory of its own: an expanded dimension has size 1."""
     return tuple(1 if stride == 0 and size else size for size, stride in zip(shape, strides))
-
-
-def laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
-    """The same numbers with these (canonical) strides; a copy only where they are others."""
-    if tensor.stride() == tuple(strides):
-        return tensor
-    made = torch.empty_strided(tuple(tensor.shape), tuple(strides), dtype=tensor.dtype, device=tensor.device)
-    own = tuple(slice(0, size) for size in unexpanded(tensor.shape, strides))
-    made[own].copy_(tensor[own])
-    return made
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

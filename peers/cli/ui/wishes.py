@@ -22,7 +22,7 @@ from meshcee.callbacks import Callback, Control
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.files import Run, disk, is_locked
 
-__all__ = ["Wishes", "ask_to_stop", "is_first_to_stop", "wish_checkpoint"]
+__all__ = ["Wishes", "ask_to_stop", "mark_stop", "wish_checkpoint"]
 
 PLACE, CHECKPOINT, HEARD = "wishes", "checkpoint", "heard.lock"
 EVERY_S = 1.0
@@ -98,7 +98,7 @@ def wish_checkpoint(run: Run) -> None:
         raise UsageError(f"run {run.id} cannot be asked ({disk.refusal(error)}): make room, then ask again") from error
 
 
-def is_first_to_stop(run: Run, pid: int) -> bool:
+def mark_stop(run: Run, pid: int) -> bool:
     """Whether nobody has asked this process to stop the run before; from now on somebody has."""
     try:
         disk.File(run.stop_mark(pid), flags=os.O_CREAT | os.O_EXCL).close()
@@ -113,7 +113,7 @@ def ask_to_stop(run: Run) -> psutil.Process:
     """The owner, which was sent the first Ctrl-C now or before. UsageError where the run is not running, or cannot be asked."""
     if (process := run.process) is None:
         raise UsageError(f"run {run.id} is not running ({run.state})")
-    if is_first_to_stop(run, process.pid):
+    if mark_stop(run, process.pid):
         try:
             process.send_signal(signal.SIGINT)
         except psutil.Error as error:

@@ -24,7 +24,7 @@ from meshcee.files import Home, Run, disk
 from peers.cli.runs import stop_run
 from peers.cli.ui.acts import Acts, drains, of_folder, role_in
 from peers.cli.ui.watching import page_of
-from peers.cli.ui.wishes import Wishes, ask_to_stop, is_first_to_stop, wish_checkpoint
+from peers.cli.ui.wishes import Wishes, ask_to_stop, mark_stop, wish_checkpoint
 from peers.node import Departure
 from peers.node.assemble import InProcess, JoinOptions
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of
@@ -179,8 +179,8 @@ def test_a_run_is_sent_one_signal_whoever_asks(tmp_path: Path, monkeypatch: pyte
         assert "saves" in asyncio.run(of_folder(run).do("stop", ""))
         assert signals == [signal.SIGINT]
     with run.hold():  # a number is used again, in a container always
-        assert is_first_to_stop(run, os.getpid())
-        assert is_first_to_stop(run, 1), "what another process was asked counts for nothing"
+        assert mark_stop(run, os.getpid())
+        assert mark_stop(run, 1), "what another process was asked counts for nothing"
     with run.hold(), disk.using(RefusingDisk(tmp_path, errno.EROFS)):
         ask_to_stop(run)
     assert len(signals) == 2, "a folder that cannot be written keeps nobody from stopping a run"
@@ -196,7 +196,7 @@ def test_an_owner_that_ends_as_it_is_asked_to_stop_is_said(tmp_path: Path, monke
     run = a_run(Home())
     with run.hold(), pytest.raises(UsageError, match="cannot be asked to stop"):
         stop_run("last")
-    assert is_first_to_stop(run, os.getpid()), "somebody else may have the right to"
+    assert mark_stop(run, os.getpid()), "somebody else may have the right to"
 
 
 async def test_a_page_beside_training_saves_and_stops_its_run(tmp_path: Path) -> None:

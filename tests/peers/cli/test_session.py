@@ -19,7 +19,7 @@ from meshcee.files import Home
 from meshcee.user_code import JOB_FILE
 from peers.cli.session import configure_logging, load_job, short_ids, waiting
 from peers.cli.train import TrainOptions, run_train
-from peers.cli.ui.wishes import is_first_to_stop
+from peers.cli.ui.wishes import mark_stop
 from peers.cli.view import JsonView
 from peers.node import JoinOptions
 from peers.owner import Report
@@ -195,7 +195,7 @@ class Interrupting(JsonView):
     def note(self, text: str) -> None:
         self.notes.append(text)
         if text.startswith("the run ends"):
-            self.asks_first.append(is_first_to_stop(Home().run("last"), os.getpid()))
+            self.asks_first.append(mark_stop(Home().run("last"), os.getpid()))
             self.press()
 
 
