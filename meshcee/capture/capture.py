@@ -615,25 +615,33 @@ def _overlay(exported: Exported, train: Program) -> Program:
                 f"model.eval() changes {own[number].name!r}{nodes[position].at}, and training would go on with that; change it "
                 "only `if self.training`, or leave out eval_data"
             )
-    recomputed = find_recomputed(own, nodes, analysis)
+    # What training writes is up to date only in the stages that hold it there.
+    written = {x.name for x in train.inputs if x.mutated}
+    changed = written | {x.name for x in train.inputs if x.trainable}
+    recomputed = find_recomputed([dataclasses.replace(x, mutated=x.name in written) for x in own], nodes, analysis)
     current, base = 0, len(own)
     placed = []
     for i, node in enumerate(nodes):
         if base + i not in recomputed:
-            for r in node.refs:
-                if r < base and own[r].kind in ("parameter", "buffer"):
-                    name = own[r].name
-                    later = [b for b in holds.get(name, ()) if b >= current]
-                    if not later:
-                        how = "in another order than model.train()" if name in holds else "which model.train() does not"
-                        raise CaptureError(f"model.eval() uses {name!r}{node.at}, {how}; leave out eval_data")
-                    current = later[0]
+            held = [own[r].name for r in node.refs if r < base and own[r].kind in ("parameter", "buffer")]
+            for name in held:
+                current = next((b for b in holds.get(name, ()) if b >= current), train.num_blocks)
+                if current == train.num_blocks:
+                    raise _misplaced(name, node, name in holds)
+            for name in changed.intersection(held):
+                if current not in holds[name]:
+                    raise _misplaced(name, node, True)
         # As in training: it says which activations a codec may touch. Nothing is differentiated in an evaluation.
         value = dataclasses.replace(node.value, requires_grad=analysis.requires_grad[base + i] and node.value.is_tensor)
         placed.append(dataclasses.replace(node, block=current, no_grad=False, value=value))
     kinds = {x.name: x.kind for x in train.inputs}  # a parameter that training writes in place is a buffer there
     inputs = tuple(dataclasses.replace(x, trainable=False, kind=kinds.get(x.name, x.kind)) for x in own)
     return Program(inputs, tuple(placed), tuple(outputs), train.num_blocks, recomputed)
+
+
+def _misplaced(name: str, node: Node, trained: bool) -> CaptureError:
+    how = "in another order than model.train()" if trained else "which model.train() does not"
+    return CaptureError(f"model.eval() uses {name!r}{node.at}, {how}; leave out eval_data")
 
 
 def _costs(program: Program, analysis: Analysis) -> tuple[BlockCost, ...]:

@@ -11,7 +11,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -153,7 +153,11 @@ class Settlement:
         else:
             # In named_parameters order, as clip_grad_norm_ combines them: another order rounds differently.
             norms = [norm for _, norm in sorted(pairs)]
-            norm, clip = await self._compute.run(self._runner.clip, norms, place.norm_dtype, place.clip_norm)
+            dtypes = {place.norm_dtypes[i] for i, _ in pairs} or {
+                torch.float32
+            }  # a weight that no gradient reaches has none
+            dtype = reduce(torch.promote_types, dtypes)
+            norm, clip = await self._compute.run(self._runner.clip, norms, dtype, place.clip_norm)
             self.norm = norm
             if not math.isfinite(norm):
                 what = f"the norm of the gradients of step {step + 1} is {norm}, though its loss is finite"

@@ -9,6 +9,8 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 import structlog
@@ -165,7 +167,9 @@ class Answers:
             self.complete.set()
 
     def loss(self) -> float:
-        return sum(self.losses[m, k] * share for m, row in enumerate(self._shares) for k, share in enumerate(row))
+        """Added one by one, as the plain loop does: from Python 3.12 on, `sum` carries what floats lose."""
+        parts = (self.losses[m, k] * share for m, row in enumerate(self._shares) for k, share in enumerate(row))
+        return reduce(add, parts, 0.0)
 
     def limit(self, plan: Plan, names: Mapping[str, str], step_s: float) -> str:
         """What bounded the step: the busiest member, or what the owner feeds, or that none is busy; then links or the window do."""

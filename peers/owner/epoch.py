@@ -537,8 +537,9 @@ class Owner:
                 self._ahead[link.place.pipeline].release()
         elif frame.kind == messages.OUTPUT and is_last and answers.round.forward_only:
             assert self._outputs is not None
-            if await self._outputs.take(answers, link.place, frame):
-                self._ahead[link.place.pipeline].release()
+            with self._watch.ours():
+                if await self._outputs.take(answers, link.place, frame):
+                    self._ahead[link.place.pipeline].release()
         else:
             raise ProtocolError(f"it sent a frame of kind {frame.kind!r}, which has no meaning here")
         answers.check()

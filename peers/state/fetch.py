@@ -234,14 +234,16 @@ class Fetch:
             part_s = loop.time() - began_s
             ranges = asked.popleft()
             await self._take(peer, ranges, frame)
+            used_s = part_s
             if self._gently:
                 stride.took(part_s, sum(count for _, _, count in ranges))
+                used_s = stride.used_s
             if stride.rest_s and not self._urgent.is_set():
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(stride.rest_s):
                         await self._urgent.wait()
             else:
-                self.read_s += part_s
+                self.read_s += used_s
 
     def _requests(self, digests: Sequence[str], stride: Stride) -> Iterator[list[Range]]:
         """Ranges of at most a stride together, one behind the other."""

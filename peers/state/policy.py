@@ -106,6 +106,7 @@ class Stride:
         self.bytes = LEAST_BYTES
         self.is_fast = False
         self.rest_s = 0.0
+        self.used_s = 0.0  # that the last part's bytes took of the link
         self._quickest_s = math.inf
         self._byte_s = 0.0
         self._most = CHUNK_BYTES
@@ -115,7 +116,7 @@ class Stride:
         self._quickest_s = min(self._quickest_s, part_s)
         if count > LEAST_BYTES:
             self._byte_s = (part_s - self._quickest_s) / (count - LEAST_BYTES)
-        used_s = min(part_s, self._byte_s * count)
+        self.used_s = used_s = min(part_s, self._byte_s * count)
         if used_s > SLOW_S:
             self.bytes = self._most = max(LEAST_BYTES, self.bytes // 2)
         elif used_s < SLOW_S / 4:

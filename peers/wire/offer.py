@@ -6,7 +6,6 @@ may be). They use the plan, the graph and the same pure functions. So it need no
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -268,7 +267,7 @@ class Offer:
             seed=self.terms.seed,
             clip_norm=self.terms.clip_norm,
             norm_order={name: i for i, name in enumerate(self.terms.parameters)},
-            norm_dtype=self._norm_dtype,
+            norm_dtypes=self._norm_dtypes,
             partial_to={name: self._partner(self.peer_id, at[at.index(me) - 1]) for name, at in others.items()},
             partial_from=frozenset(partial_from),
             totals_to={peer: tuple(names) for peer, names in totals_to.items()},
@@ -322,9 +321,10 @@ class Offer:
         return whole_draws(self.train, stage.first, stage.end, place.rows(place.micro_batch), place.micro_batch)
 
     @property
-    def _norm_dtype(self) -> torch.dtype:
-        dtypes = [self._full(e.value.dtype) for e in self.train.inputs if e.trainable and e.value.dtype is not None]
-        return functools.reduce(torch.promote_types, (d.to_real() for d in dtypes)) if dtypes else torch.float32
+    def _norm_dtypes(self) -> tuple[torch.dtype, ...]:
+        """Of the norm of each of the job's parameters; a frozen one has none."""
+        dtypes = {e.name: e.value.dtype for e in self.train.inputs if e.trainable}
+        return tuple(self._full(dtypes.get(name) or torch.float32).to_real() for name in self.terms.parameters)
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 

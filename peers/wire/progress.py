@@ -8,8 +8,9 @@ waits for nobody. Two that wait for each other have lost a frame between them. W
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +67,7 @@ class Watch:
         self._predicted_s = plan.predicted.step_s if plan.predicted is not None else None
         self._steps_s: deque[float] = deque(maxlen=RECENT)  # of the epoch's newest
         self._doing: dict[str, Doing] = {}
+        self._ours = 0  # answers that the owner itself is working on
         self.idle_s = self._counted_s = 0.0  # without progress; by the loop's clock, until when that is counted
 
     @property
@@ -87,6 +89,16 @@ class Watch:
         """Somebody has answered."""
         self.idle_s = 0.0
 
+    @contextlib.contextmanager
+    def ours(self) -> Iterator[None]:
+        """While the owner works on an answer, as a slow metric does, it reads no more of that member: nobody is late."""
+        self._ours += 1
+        try:
+            yield
+        finally:
+            self._ours -= 1
+            self.progress()
+
     def hear(self, peer: str, header: Mapping[str, Any]) -> None:
         """A sign of life. While it took its offer it had no more to say than that."""
         if "wants" in header:
@@ -107,8 +119,8 @@ class Watch:
             except TimeoutError:
                 self.idle_s += min(loop.time() - max(began_s, self._counted_s), 2 * beat_s)  # others may wait, too
                 self._counted_s = loop.time()
-                if (moved_bytes := self._moved()) != self._moved_bytes:
-                    self._moved_bytes = moved_bytes
+                before, self._moved_bytes = self._moved_bytes, self._moved()
+                if self._ours or self._moved_bytes != before:
                     self.progress()
                 if self.idle_s > self.limit_s and not self._owner_owes:
                     return False

@@ -588,6 +588,8 @@ class Uses(nn.Module):
         self.evaluation = evaluation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training and self.evaluation == "both":  # one operation with weights of two blocks
+            return torch.addmm(self.a.bias, x, self.b.weight)
         for name in ("a", "b") if self.training else self.evaluation.split():
             x = self.get_submodule(name)(x).relu()
         return x
@@ -598,12 +600,40 @@ class Uses(nn.Module):
     [
         ("a b other", r"uses 'other\.weight' at .*, which model\.train\(\) does not; leave out eval_data"),
         ("b a", r"uses 'a\.weight' at .*, in another order than model\.train\(\); leave out eval_data"),
+        ("both", r"uses 'a\.bias' at .*, in another order than model\.train\(\); leave out eval_data"),
     ],
 )
 def test_evaluation_that_no_placement_serves_says_why(order: str, says: str) -> None:
     job = job_of(Uses(order))
     with pytest.raises(CaptureError, match=says):
         capture(dataclasses.replace(job, eval_data=job.data, cuts=("a",)))
+
+
+class Scaled(nn.Module):
+    """Training writes a buffer; evaluation computes something of the buffer alone."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.training:
+            self.scale.mul_(0.9).add_(x.detach().square().mean(0), alpha=0.1)
+        out: torch.Tensor = self.last((x * self.scale.rsqrt()).relu())
+        return out
+
+
+def test_evaluation_reads_what_training_writes_only_in_the_stage_that_writes_it() -> None:
+    job = job_of(Scaled())
+    captured = capture(dataclasses.replace(job, eval_data=job.data, cuts=("first", "last")))
+    assert captured.evaluate is not None
+    for first in range(captured.train.num_blocks):
+        trained, evaluated = (p.slice(first, first + 1) for p in (captured.train, captured.evaluate))
+        assert ("scale" in evaluated.buffers) <= ("scale" in trained.mutated)
 
 
 def test_numbers_of_another_type_than_the_weights_are_told_at_once_if_the_model_takes_none() -> None:

@@ -156,6 +156,12 @@ def answers_of(links: dict[str, Any], **more: Any) -> tuple[Answers, Plan]:
     return answers, plan
 
 
+def test_a_steps_loss_is_added_as_the_plain_loop_does() -> None:
+    answers = Answers(Round(0, 0, (1.0, 1.0, 1.0)), 1, ())
+    answers.losses |= {(0, 0): 1e16, (1, 0): 1.0, (2, 0): -1e16}
+    assert answers.loss() == 1e16 + 1.0 - 1e16 == 0.0, "sum() gives 1.0 from Python 3.12 on"
+
+
 def test_a_step_tells_of_its_links_and_who_is_held_up_by_which() -> None:
     answers, plan = answers_of({"p1": [None, 2e6, 1_500_000], "stranger": [1.0, 1.0, 1]})
     seen = replace(answers.observed(), seconds={})

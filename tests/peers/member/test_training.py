@@ -268,6 +268,32 @@ async def test_clipping_in_double_precision_equals_the_plain_loop() -> None:
         assert torch.equal(trained.state[name], tensor), name
 
 
+class Unread(nn.Sequential):
+    """Of single precision, with a weight in double that no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__(*(layer for _ in range(6) for layer in (nn.Linear(4, 4), nn.Tanh())))
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in list(self)[:12]:
+            x = layer(x)
+        return x * self.scale.detach().float()
+
+
+async def test_a_weight_that_no_gradient_reaches_has_no_say_in_how_norms_are_combined() -> None:
+    def job() -> Job:
+        torch.manual_seed(0)
+        data = [(torch.randn(4), torch.randn(4)) for _ in range(24)]
+        return make_job(model=Unread(), loss=nn.functional.mse_loss, data=data, clip_norm=0.01, schedule=None)
+
+    trained = await train(job(), 2, 6)
+    losses, _, model, _ = plain(job(), 5, 6)
+    assert trained.losses == losses
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(trained.state[name], tensor), name
+
+
 class Scattered(nn.Module):
     """Two products with matrices whose elements are parameters of their own."""
 

@@ -28,7 +28,16 @@ from peers.owner.epoch import Report
 from peers.state.fetch import Fetch
 from peers.state.keep import Keeper, digests_of
 from peers.state.manifest import CopySet, StageCopy
-from peers.state.policy import Cadence, FarCadence, Keepers, Stride, far_keepers, keepers_with_room, near_keepers
+from peers.state.policy import (
+    CHUNK_BYTES,
+    Cadence,
+    FarCadence,
+    Keepers,
+    Stride,
+    far_keepers,
+    keepers_with_room,
+    near_keepers,
+)
 from peers.state.store import CopyStore
 from peers.transport.base import Frame
 from peers.wire import messages
@@ -378,6 +387,13 @@ def test_a_link_to_another_region_rests_even_if_it_is_fast(latency_s: float, byt
         stride.took(latency_s + stride.bytes / bytes_per_s, stride.bytes)
         now_s += stride.rest_s
     assert 0.2 * FarCadence.SHARE < used_s / now_s < 1.2 * FarCadence.SHARE
+
+
+def test_the_way_there_and_back_is_no_use_of_a_link() -> None:
+    stride = Stride()
+    for _ in range(30):
+        stride.took(0.05 + stride.bytes / 1e9, stride.bytes)
+    assert stride.used_s == pytest.approx(CHUNK_BYTES / 1e9, rel=0.05)
 
 
 async def test_what_a_far_keeper_has_already_is_not_read_again() -> None:

@@ -151,6 +151,19 @@ async def test_progress_is_a_call_that_ends_or_bytes_that_arrive_and_no_sign_of_
     assert asyncio.get_running_loop().time() - began_s <= TIMES.idle_step_s + 3 * TIMES.beat_s
 
 
+@virtual_time
+async def test_nobody_is_late_while_the_owner_works_on_an_answer() -> None:
+    watch, event = watch_of(a=Doing(5, True, 0, ()), b=Doing(5, False, 0, (OWNER,))), asyncio.Event()
+    waiting = asyncio.create_task(watch.until(event))
+    with watch.ours():
+        await asyncio.sleep(5 * TIMES.idle_step_s)
+        assert not waiting.done()
+    await asyncio.sleep(0.5 * TIMES.idle_step_s)
+    assert not waiting.done(), "its next word has its own time"
+    await asyncio.sleep(TIMES.idle_step_s)
+    assert not await waiting
+
+
 def test_what_a_member_says_it_does_is_checked() -> None:
     with pytest.raises(ProtocolError):
         Doing.from_header({"done": 1, "busy": True, "moved": 1, "wants": [3]})
