@@ -143,7 +143,7 @@ class Channel:
     async def receive(self) -> tuple[Any, int]:
         """The next message and the descriptor that came along, which is the caller's, or -1.
 
-        StreamClosed when the other process is gone, ProtocolError when what it sends is none of `kinds`, or more than MOST_A_SECOND.
+        StreamClosed when the other process is gone, ProtocolError when what it sends is none of `kinds` or more than MOST_A_SECOND.
         The loop has turns also while there is always a message.
         """
         if self._taken - self._turned >= TURN:
