@@ -181,7 +181,7 @@ async def test_names_that_nobody_has_probed_are_not_kept(monkeypatch: pytest.Mon
         for i in range(10_000):
             tells({peer.other: WELL, f"name {i}": WELL}, {f"name {i}": QUEUED})
     assert len(heard) == 10_000
-    assert {name for observed in heard for _, name in (*observed.rates, *observed.depths)} == {peer.other}
+    assert {pair for observed in heard for pair in observed.rates} == {(peer.me, peer.other)}
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, math.inf, math.nan, "fast", None])
