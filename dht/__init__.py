@@ -8,7 +8,7 @@ from dht.addresses import MAX_ADDRESSES, checked, dialable, host_of, peer_of
 from dht.directory import Directory, read_lists
 from dht.election import Elector
 from dht.gossip import MAX_RUMOURS, Gossiper
-from dht.membership import CERTIFICATE_S, ENROL, RENEWED_AFTER_S, Certificate, Members, RevokedList, certify
+from dht.membership import CERTIFICATE_S, ENROL, RENEWED_AFTER_S, Certificate, Members, RevokedList, by_invite, certify
 from dht.records import (
     MAX_DATASETS,
     MAX_LINKS,
@@ -57,6 +57,7 @@ __all__ = [
     "Term",
     "TermFile",
     "Token",
+    "by_invite",
     "certify",
     "checked",
     "dated",

@@ -30,6 +30,7 @@ __all__ = [
     "Certificate",
     "Members",
     "RevokedList",
+    "by_invite",
     "certify",
 ]
 
@@ -126,15 +127,25 @@ def opened(data: bytes, root: str, depth: int = MAX_CHAIN) -> Certificate:
     return Certificate(told.peer_id, told.role, told.issued_at, until, told.invite, let_in_by)
 
 
+def by_invite(invite: str) -> str:
+    """Whoever came by it, however many, as lists of revoked peers name them in one entry."""
+    return f"invite {invite}"
+
+
 @dataclass(frozen=True)
 class RevokedList:
-    """The list of one admin: peers that are no members any more, and invites that let nobody in any more."""
+    """The list of one admin: peers that are no members any more, and invites that let nobody in any more. Among the peers,
+    `by_invite` stands for all who came by an invite."""
 
     issuer: str
     sent_at: float
     peers: frozenset[str] = frozenset()
     invites: frozenset[str] = frozenset()
     data: bytes = field(default=b"", repr=False)  # sealed, for others
+
+    def repeats(self, before: RevokedList | None) -> bool:
+        """Whether it names the same as one that is known."""
+        return before is not None and (self.peers, self.invites) == (before.peers, before.invites)
 
 
 class Members:
@@ -196,11 +207,14 @@ class Members:
         return found
 
     def is_revoked(self, peer_id: str, certificate: Certificate | None = None) -> bool:
-        """Whether it is, or an admin that has let it in. An admin is revoked by the root only, and then revokes nobody."""
+        """Whether it is, or all who came by its invite, or an admin that has let it in. An admin is revoked by the root only, and
+        then revokes nobody."""
         certificate = certificate or self.known.get(peer_id)
-        role = certificate.role if certificate is not None else "compute"
-        return self._is_named(peer_id, role) or (
-            certificate is not None and any(self._is_named(admin, "admin") for admin in certificate.let_in_by)
+        if certificate is None:
+            return self._is_named(peer_id, "compute")
+        own = (peer_id, by_invite(certificate.invite)) if certificate.invite else (peer_id,)
+        return any(self._is_named(name, certificate.role) for name in own) or any(
+            self._is_named(admin, "admin") for admin in certificate.let_in_by
         )
 
     def is_named(self, peer_id: str) -> bool:
@@ -233,7 +247,7 @@ class Members:
             )
 
     def revoked(self) -> list[str]:
-        """All peers that a list names with effect."""
+        """All peers that a list names with effect, and invites as `by_invite` gives them."""
         return sorted({p for told in self.lists.values() for p in told.peers if self.is_revoked(p)})
 
     # -- what changes

@@ -388,14 +388,24 @@ def _life_s(kind: str) -> float:
     return LIVES_S.get(kind, MAX_TTL_S)
 
 
-def learn_list(data: bytes, mesh_key: MeshKey, limits: Limits, members: Members, now: float | None) -> bool:
-    """Teach members an admin's list of who is revoked, from whoever has it; whether it is news. One that does not hold is none."""
+def learn_list(
+    data: bytes, mesh_key: MeshKey, limits: Limits, members: Members, now: float | None, *, kept: bool = False
+) -> bool:
+    """Teach members an admin's list of who is revoked, from whoever has it; whether it is news. One that does not hold is none.
+
+    An admin whose certificate has ended can date a list back. So its list says nothing new, unless it was `kept`: on this machine's
+    disk, or by the admin that has let this peer in.
+    """
     try:
-        issuer = check(data, mesh_key, limits).signer
+        envelope = check(data, mesh_key, limits)
+        issuer = envelope.signer
         found = open_sealed(RevokedRecord, issuer, data, mesh_key, limits, now=now, members=members)
+        told = RevokedList(issuer, found.sent_at, frozenset(found.peers), frozenset(found.invites), data)
+        if not kept and issuer != members.root and not told.repeats(members.lists.get(issuer)):
+            members.may_write(issuer, envelope.certificate, envelope.kind, now)
     except (ProtocolError, NotPermittedError, ClockError):
         return False
-    return members.learn(RevokedList(issuer, found.sent_at, frozenset(found.peers), frozenset(found.invites), data))
+    return members.learn(told)
 
 
 def open_sealed(

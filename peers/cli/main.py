@@ -520,12 +520,13 @@ def members(join: Join = None, as_json: Json = False) -> None:
 def revoke(
     peer: PeerName,
     join: Join = None,
+    everybody: Annotated[bool, typer.Option("--all", help="And all who came by the same invite.")] = False,
     as_json: Json = False,
 ) -> None:
     """End a membership, and the invite that it came by; on an admin's machine."""
     from peers.cli.members import run_revoke
 
-    run_revoke(peer, join, as_json=as_json)
+    run_revoke(peer, join, everybody=everybody, as_json=as_json)
 
 
 @app.command(epilog="Example: meshcee local --peers 3")

@@ -62,6 +62,7 @@ class LinkReport:
 
     def _hear(self, rates: Mapping[str, float], depths: Mapping[str, float]) -> None:
         me, now_s = self._me, self._monotonic()
+        rates = {peer: rate for peer, rate in rates.items() if peer in self.known}  # a device may name anybody
         self._senses.hear(Observed({}, {(me, p): x for p, x in rates.items()}, {(me, p): x for p, x in depths.items()}))
         for peer in rates:
             known = self.known.get(peer)

@@ -130,7 +130,7 @@ class Membership:
         """The same as verdicts are asked of it. A list that does not hold any more is left out."""
         found = Members(self.root, self.certificate, clock=clock)
         for data in self.lists:
-            learn_list(data, self.key, Limits(), found, clock())
+            learn_list(data, self.key, Limits(), found, clock(), kept=True)
         return found
 
     def holds(self, peer_id: str, now: float) -> Certificate | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dht import MAX_ADDRESSES, Identity, Token, learn_list, public_key_of
+from dht import MAX_ADDRESSES, Identity, Token, by_invite, learn_list, public_key_of
 from meshcee.errors import MeshceeError, NotPermittedError, ProtocolError, UsageError
 from meshcee.files import Home
 from peers.node.admission import Admin, Membership, ledger_of
@@ -55,12 +55,15 @@ class Authority:
         addresses = tuple(dict.fromkeys([*self.addresses[:OWN_ADDRESSES], *others]))
         return self.admin.invite(addresses[:MAX_ADDRESSES], "own", 1, MINUTES_S).encode()
 
-    async def revoke(self, agent: Agent, wanted: str) -> dict[str, Any]:
-        """Sign that this peer is no member any more, tell everybody, and say how many have heard it."""
+    async def revoke(self, agent: Agent, wanted: str, *, everybody: bool = False) -> dict[str, Any]:
+        """Sign that this peer is no member any more, tell everybody, and say how many have heard it.
+
+        `everybody`: nor is who came by the same invite; UsageError where that is not known.
+        """
         key, members = self.admin.key, agent.members
         for kept in (self.membership, *self.others):
             for data in kept.lists:
-                learn_list(data, agent.mesh_key, agent.limits, members, agent.clock())
+                learn_list(data, agent.mesh_key, agent.limits, members, agent.clock(), kept=True)
         await agent.directory.refresh()
         peer, name = _whom(agent, wanted)
         if peer in (self.membership.root, self.admin.at, key.peer_id):
@@ -69,8 +72,16 @@ class Authority:
             raise NotPermittedError(f"{name} is an admin: only the machine that has started the mesh can revoke one")
         invites = {known.invite} if known and known.invite else set()
         invites |= self.admin.invites_of(peer)
+        peers = [peer]
+        if everybody:
+            if not invites:
+                raise UsageError(
+                    f"this machine does not know by which invite {name} came: revoke each peer by its name"
+                )
+            admins = members.admins(agent.directory.peers)  # whom they have let in goes with them
+            peers += [*map(by_invite, invites), *(p for p in admins if members.known[p].invite in invites)]
         data = await asyncio.to_thread(
-            self.admin.sealed_list, members, agent.mesh_key, agent.limits, [peer], sorted(invites)
+            self.admin.sealed_list, members, agent.mesh_key, agent.limits, peers, sorted(invites)
         )
         to = [p for p in agent.directory.peers if p not in (agent.peer_id, peer)]
         await agent.directory.revoke(data)

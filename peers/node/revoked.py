@@ -59,7 +59,8 @@ class Revoked:
             )
             if max(len(found.peers), len(found.invites)) > MAX_REVOKED:
                 raise UsageError(
-                    f"this admin has revoked {MAX_REVOKED} peers, as many as a list can hold: found a new mesh"
+                    f"this admin has revoked {MAX_REVOKED} peers, as many as a list can hold: found a new mesh; peers of one "
+                    "invite take one entry by `meshcee revoke PEER --all`"
                 )
             data = sealed(found)
             if self._file is not None:

@@ -118,5 +118,5 @@ def claims(record: RunRecord, key: str) -> bool:
 
 
 def _claim(key: str, incarnation: int, owner: str) -> str:
-    """Whoever may own the run, or is a member of it, knows its key; nobody else can claim it."""
+    """Who may follow the run, as everybody with the role `own`, or is a member of it, knows its key; nobody else can claim it."""
     return hmac.digest(key.encode(), f"{incarnation} {owner}".encode(), "sha256").hex()

@@ -194,7 +194,7 @@ async def plan_here(agent: MeshView, request: PlanRequest, term: Term) -> Planne
 async def request_plan(agent: MeshView, request: PlanRequest) -> Planned:
     """Ask whoever holds the lease, waiting for an election if need be. Where that peer sees no way, fails or hangs, plan here.
 
-    Raises PlanError or JoinError; NotPermittedError where that peer does not plan for this one.
+    Raises PlanError or JoinError; NotPermittedError where this peer's own certificate says that it may ask nobody.
     """
     failed: MeshceeError
     last, lease = "nobody holds the coordinator's lease", None
@@ -214,8 +214,10 @@ async def request_plan(agent: MeshView, request: PlanRequest) -> Planned:
         failed = JoinError(f"no coordinator answered in time: {last}; try again, or look at `meshcee status`")
     except MeshceeError as error:  # of the mesh as that peer sees it, whose clock or links may be bad, or of its own
         failed = error
-    if lease is None or lease.peer_id == agent.peer_id or isinstance(failed, NotPermittedError):
+    if lease is None or lease.peer_id == agent.peer_id:
         raise failed
+    if isinstance(failed, NotPermittedError):  # that peer's word, which may be false
+        agent.members.vouch(agent.peer_id, agent.members.shown, "own", agent.clock(), "asks for no plan")
     try:
         planned = await plan_here(agent, request, lease.term)
     except (PlanError, JoinError) as error:

@@ -47,7 +47,8 @@ async def serve(
 ) -> None:
     """Answer one reader until it closes. `find` gives what is held under a digest, for the header of its SEEK.
 
-    Who knows a digest has it from the owner, or had the bits: so nobody learns here what was kept from him.
+    Who knows a digest had the bits, or has it from the owner, or from the run's journal, which is for members with the role `own`.
+    Nobody else learns anything here.
     """
     stream.max_payload_bytes = MOST * DIGEST_BYTES
     with contextlib.suppress(StreamClosed, TimeoutError):

@@ -21,6 +21,7 @@ from dht.membership import (
     WRITES,
     Members,
     RevokedList,
+    by_invite,
     certify,
     opened,
 )
@@ -318,3 +319,38 @@ def test_a_list_is_believed_from_whoever_has_it_while_its_admin_is_one() -> None
     own = seal(RevokedRecord(ME.peer_id, NOW, (YOU.peer_id,)), ME, KEY, NOW + 60, certificate=by_root(ME, "own"))
     assert not learn_list(own, KEY, Limits(), members(), NOW)
     assert not learn_list(b"nonsense", KEY, Limits(), members(), NOW)
+
+
+def test_an_admin_whose_certificate_has_ended_revokes_nobody_more() -> None:
+    """Whatever date it writes into its list. What it had revoked before stays, and others still hear of that."""
+    shown, ended = by_root(ADMIN, "admin"), NOW + CERTIFICATE_S + CLOCK_SKEW_S
+
+    def of(at: float, *peers: Identity) -> bytes:
+        record = RevokedRecord(ADMIN.peer_id, at, tuple(peer.peer_id for peer in peers))
+        return seal(record, ADMIN, KEY, at + CERTIFICATE_S + 60, certificate=shown)
+
+    before, again, back_dated, taken_back = of(NOW + 50, ME), of(NOW + 60, ME), of(NOW + 70, ME, YOU), of(NOW + 80)
+    here = members(ended)
+    assert not learn_list(before, KEY, Limits(), here, ended), "nobody knows when it was written"
+    assert learn_list(before, KEY, Limits(), here, ended, kept=True)
+    for data in (back_dated, taken_back):
+        assert not learn_list(data, KEY, Limits(), here, ended)
+    assert learn_list(again, KEY, Limits(), here, ended)
+    assert here.revoked() == [ME.peer_id]
+    assert learn_list(back_dated, KEY, Limits(), here, ended - 1), "while it is an admin"
+
+
+def test_one_entry_revokes_all_who_came_by_an_invite_and_nobody_else() -> None:
+    here = members()
+    peers = {invite: Identity.generate() for invite in ("ab12", "cd34", "")}
+    by = {invite: certify(ROOT, b"", ROOT.peer_id, peers[invite].peer_id, "own", invite, NOW) for invite in peers}
+    here.learn(RevokedList(ADMIN.peer_id, NOW, frozenset([by_invite("ab12"), by_invite("")])))
+    for invite in ("cd34", ""):
+        assert here.admit(peers[invite].peer_id, by[invite]) is None
+    with pytest.raises(NotPermittedError, match="revoked"):
+        here.admit(peers["ab12"].peer_id, by["ab12"])
+    admin = certify(ROOT, b"", ROOT.peer_id, OTHER_ADMIN.peer_id, "admin", "ab12", NOW)
+    assert here.admit(OTHER_ADMIN.peer_id, admin) is None, "the founder alone revokes an admin"
+    here.learn(RevokedList(ROOT.peer_id, NOW, frozenset([by_invite("ab12")])))
+    with pytest.raises(NotPermittedError, match="revoked"):
+        here.admit(OTHER_ADMIN.peer_id, admin)

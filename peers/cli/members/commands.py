@@ -81,7 +81,8 @@ def run_members(token: str | None, *, as_json: bool) -> None:
         table.add_row(names[one["peer"]], one["role"] or "open mesh", until)
     console.print(table)
     for peer in data["revoked"]:
-        console.print(f"revoked: {names.get(peer, f'…{peer[-8:]}')}")
+        shown = f"all who came by the {peer}" if peer.startswith("invite ") else f"…{peer[-8:]}"
+        console.print(f"revoked: {names.get(peer, shown)}")
 
 
 async def _members(options: JoinOptions) -> dict[str, Any]:
@@ -101,22 +102,23 @@ async def _members(options: JoinOptions) -> dict[str, Any]:
         return {"members": found, "revoked": members.revoked()}
 
 
-def run_revoke(wanted: str, token: str | None, *, as_json: bool) -> None:
-    """End a membership, and the invite that it came by."""
+def run_revoke(wanted: str, token: str | None, *, everybody: bool = False, as_json: bool) -> None:
+    """End a membership, and the invite that it came by; with `everybody` all memberships by that invite."""
     admin = _authority(token)
     configure_logging(as_json=as_json, level="warning")
-    told = run_async(_revoke(wanted, admin, token))
+    told = run_async(_revoke(wanted, admin, token, everybody=everybody))
     if as_json:
         print(dumps(told), flush=True)
         return
-    print(f"{told['name']} is no member any more; {told['heard']} of {told['peers']} peers have heard it")
+    who = f"{told['name']}, as all who came by the same invite," if everybody else told["name"]
+    print(f"{who} is no member any more; {told['heard']} of {told['peers']} peers have heard it")
     if told["invites"]:
         print("The invite that it came by lets nobody in any more. For new machines: meshcee invite")
 
 
-async def _revoke(wanted: str, admin: Authority, token: str | None) -> dict[str, Any]:
+async def _revoke(wanted: str, admin: Authority, token: str | None, *, everybody: bool) -> dict[str, Any]:
     async with join(_options(admin, token, "revoke"), Home()) as mesh:
-        return await admin.revoke(mesh.agent, wanted)
+        return await admin.revoke(mesh.agent, wanted, everybody=everybody)
 
 
 def _authority(token: str | None) -> Authority:

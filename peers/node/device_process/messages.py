@@ -31,6 +31,7 @@ __all__ = [
     "Pong",
     "Ready",
     "Said",
+    "Speaks",
     "State",
     "first",
 ]
@@ -40,6 +41,7 @@ _Name = Annotated[str, Meta(max_length=256)]
 _Figure = Annotated[float, Meta(ge=0)]
 MOST_FIGURES = 128
 MOST_CHECKS = 8  # that wait
+_Key = Annotated[bytes, Meta(max_length=104)]  # that signs audited steps for the peer, packed; or none
 _Figures = Annotated[Mapping[_Name, _Figure], Meta(max_length=MOST_FIGURES)]
 
 
@@ -55,7 +57,7 @@ class Begin:
     threads_said: bool
     known: DeviceProfile | None  # what an earlier process has measured, and the mesh was promised
     direct_sums: bool  # it may use the network, for these alone
-    speaks: Annotated[bytes, Meta(max_length=96)]  # a key that signs audited steps for the peer, packed; or none
+    speaks: _Key
     limits: Limits
     timeouts: Timeouts
 
@@ -122,6 +124,13 @@ class Bandwidth:
 
 
 @dataclass(frozen=True)
+class Speaks:
+    """The key from now on: the one before ends."""
+
+    key: _Key
+
+
+@dataclass(frozen=True)
 class Ping:
     """Is anybody there?"""
 
@@ -150,7 +159,7 @@ class Drop:
     """End the running job here."""
 
 
-TO_DEVICE: tuple[type[Any], ...] = (Begin, Answer, Bandwidth, Ping, Leave, Drop)
+TO_DEVICE: tuple[type[Any], ...] = (Begin, Answer, Bandwidth, Speaks, Ping, Leave, Drop)
 FROM_DEVICE: tuple[type[Any], ...] = (Ready, State, Check, Accept, Begun, Crossed, Pong, Said)
 
 

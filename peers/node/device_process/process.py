@@ -43,6 +43,7 @@ from peers.node.device_process.messages import (
     Pong,
     Ready,
     Said,
+    Speaks,
     State,
     first,
 )
@@ -73,6 +74,7 @@ class _Asked:
     addresses: Callable[[str], Awaitable[Sequence[str]]]
     begun: Callable[[], Hear]
     bandwidths: Callable[[], Mapping[str, float]]
+    speaks: Callable[[bytes], bytes]
 
 
 class OfDevice(Protocol):
@@ -146,7 +148,7 @@ class DeviceProcess:
             host=said.host,
             threads_said=said.threads_said,
             direct_sums=said.direct_sums,
-            speaks=Delegate.of(view.sign).pack(),
+            speaks=lambda before: Delegate.after(before, view.sign, view.clock()),
             **asked,
         )
 
@@ -161,7 +163,7 @@ class DeviceProcess:
         host: str = "",
         threads_said: bool = False,
         direct_sums: bool = False,
-        speaks: bytes = b"",
+        speaks: Callable[[bytes], bytes] = bytes,
         begun: Callable[[], Hear] = lambda: lambda rates, depths: None,
         bandwidths: Callable[[], Mapping[str, float]] = dict,
     ) -> DeviceProfile:
@@ -170,7 +172,7 @@ class DeviceProcess:
         accept      (owner, term) -> raises StaleTermError where the term is over
         addresses   where a peer of this mesh listens; JoinError for any other
         direct_sums it may use the network, for these
-        speaks      signs steps of audited jobs; without it they are refused
+        speaks      the key that signs steps of audited jobs, after this one or b""; without one they are refused
         begun       a plan begins: what is to be told of each of its steps
         bandwidths  of the links from here, as published, the newest first
         """
@@ -184,11 +186,11 @@ class DeviceProcess:
             threads_said,
             None,
             direct_sums,
-            speaks,
+            b"",
             limits,
             timeouts,
         )
-        self._asked = _Asked(accept, addresses, begun, bandwidths)
+        self._asked = _Asked(accept, addresses, begun, bandwidths, speaks)
         self._running = self._group.create_task(self._run(transport))
         return await self._known
 
@@ -224,12 +226,13 @@ class DeviceProcess:
             timeouts=self._begin.timeouts,
             farewell=partial(self._farewell, child),
         )
-        self._tell(replace(self._begin, known=self._known.result() if self._known.done() else None))
+        key = self._asked.speaks(b"")  # who has taken the process before over has none of this one
+        self._tell(replace(self._begin, known=self._known.result() if self._known.done() else None, speaks=key))
         if self.is_leaving:
             self._tell(Leave())
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._watch(child))
+                group.create_task(self._watch(child, key))
                 await passing.run(partial(self._hear, child, group))
         except* StreamClosed:
             pass
@@ -239,7 +242,7 @@ class DeviceProcess:
             child.kill(f"said what its peer fails on ({leaves(errors)[0]!r})")
         return await child.end()
 
-    async def _watch(self, child: Child) -> None:
+    async def _watch(self, child: Child, key: bytes) -> None:
         """Ends it when it is silent; no error of its own ends anything."""
         timeouts, known = self._begin.timeouts, dict[str, float]()
         try:
@@ -257,6 +260,9 @@ class DeviceProcess:
             if (now := first(self._asked.bandwidths())) != known:
                 known = now
                 self._tell(Bandwidth(now))
+            if (new := self._asked.speaks(key)) != key:
+                key = new
+                self._tell(Speaks(key))
             child.silent_for += 1
             self._tell(Ping())
             await asyncio.sleep(ASK_S)

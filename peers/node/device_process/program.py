@@ -47,6 +47,7 @@ from peers.node.device_process.messages import (
     Ping,
     Pong,
     Ready,
+    Speaks,
     State,
     first,
 )
@@ -151,11 +152,14 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
     def crossed(rates: Mapping[str, float], depths: Mapping[str, float]) -> None:
         _post(channel, Crossed(first(rates), first(depths)))
 
-    sign: Callable[[bytes], bytes] | None = None
-    if begin.speaks:
-        from peers.wire.audit import Delegate
+    from peers.wire.audit import Delegate
 
-        sign = Delegate.read(begin.speaks).sign
+    speaks = Delegate.read(begin.speaks) if begin.speaks else None
+
+    def sign(data: bytes) -> bytes:
+        assert speaks is not None
+        return speaks.sign(data)  # by the newest
+
     async with Compute(begin.device) as compute:
         await graphs.get_ready()
         device = begin.known or await measure_device(
@@ -173,7 +177,7 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
                 timeouts=begin.timeouts,
                 graphs=graphs,
                 accept=accept,
-                sign=sign,
+                sign=sign if begin.speaks else None,
                 begun=begun,
                 bandwidth=lambda peer: known.get(peer, math.inf),
             )
@@ -188,6 +192,8 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
                     case Bandwidth():
                         known.clear()
                         known.update(message.bytes_per_s)
+                    case Speaks():
+                        speaks = Delegate.read(message.key)
                     case Ping():
                         channel.post(Pong())
                     case Leave():

@@ -26,6 +26,9 @@ __all__ = ["Allow", "Channel", "Comes", "Failed", "Open", "Opened", "Rates", "Th
 
 MOST_BYTES = 16 * 1024
 MOST_QUEUED = 1024  # that the other side has not taken
+TURN = 64  # messages after which the loop has a turn
+MOST_A_SECOND = 8192  # messages that a side takes, of LONG_BYTES at most; a longer one counts as several
+LONG_BYTES = 1024
 _Number = Annotated[int, Meta(ge=-(1 << 53), le=1 << 53)]
 _Speed = Annotated[float, Meta(ge=0)]
 _Name = Annotated[str, Meta(max_length=256)]
@@ -103,6 +106,8 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._awake = asyncio.Event()  # there is something to be received, or nothing ever more
         self._why = ""  # it is over
+        self._taken = self._turned = 0  # messages, and how many by the loop's last turn
+        self._since_s = self._loop.time()  # of the last MOST_A_SECOND
 
     @property
     def closed(self) -> bool:
@@ -138,8 +143,12 @@ class Channel:
     async def receive(self) -> tuple[Any, int]:
         """The next message and the descriptor that came along, which is the caller's, or -1.
 
-        StreamClosed when the other process is gone, ProtocolError when what it sends is none of `kinds`.
+        StreamClosed when the other process is gone, ProtocolError when what it sends is none of `kinds` or more than MOST_A_SECOND.
+        The loop has turns also while there is always a message.
         """
+        if self._taken - self._turned >= TURN:
+            self._turned = self._taken
+            await asyncio.sleep(0)
         while True:
             if self._why:
                 raise StreamClosed(self._why)
@@ -154,6 +163,7 @@ class Channel:
             if not data:
                 self.close("the other process is gone")
                 raise StreamClosed(self._why)
+            self._count(len(data))
             if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC) or len(handles) > 1:
                 raise ProtocolError("a message between processes is too long, or comes with too much")
             what = "a message between processes"
@@ -165,6 +175,14 @@ class Channel:
             for handle in handles:
                 os.close(handle)
             raise
+
+    def _count(self, size: int) -> None:
+        before, self._taken = self._taken, self._taken + 1 + size // LONG_BYTES
+        if before // MOST_A_SECOND == self._taken // MOST_A_SECOND:
+            return
+        before_s, self._since_s = self._since_s, self._loop.time()
+        if self._since_s - before_s < 1:
+            raise ProtocolError(f"another process sends more than {MOST_A_SECOND} messages a second")
 
     async def _readable(self) -> None:
         self._awake.clear()

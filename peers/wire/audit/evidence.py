@@ -85,7 +85,7 @@ class Evidence:
 
     @classmethod
     def from_frame(cls, frame: Frame, offer: Offer, num_micro: int) -> Evidence:
-        """As a member showed it; ProtocolError for anything else."""
+        """As a member showed it; ProtocolError for anything else, as for one digest of two shapes: no tensors have that."""
         if len(frame.payloads) != 3:
             raise ProtocolError("what a member shows of a step has three parts")
         weights, optimizer = digests_in(replace(frame, payloads=frame.payloads[:2]), offer.layouts)
@@ -95,6 +95,8 @@ class Evidence:
         if len(found) > most_frames(offer, num_micro):
             raise ProtocolError("it shows more frames than its neighbours send in a step")
         seen: set[tuple[str, str, int]] = set()
+        parts = zip((weights, optimizer), offer.layouts)
+        claims = [(digest, layout[name]) for part, layout in parts for name, digest in part.items()]
         for said in found:
             sane = all(len(digest) == 32 for digest in said.digests) and len(said.digests) == len(said.sizes)
             micro = said.header.get("micro", 0)
@@ -104,6 +106,9 @@ class Evidence:
             if (key := (said.kind, said.peer, micro)) in seen:
                 raise ProtocolError("it shows a frame twice")
             seen.add(key)
+            claims += [(digest.hex(), (torch.uint8, (size,))) for digest, size in zip(said.digests, said.sizes)]
+        if len(dict(claims)) != len(set(claims)):
+            raise ProtocolError("it shows one digest for tensors of two shapes")
         return cls(weights, optimizer, found)
 
 

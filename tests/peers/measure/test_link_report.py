@@ -171,6 +171,19 @@ def test_an_owner_does_not_take_a_record_that_lags_for_what_a_fast_link_has() ->
     assert as_shown(record, senses.rates[pair]).bandwidth_bytes_per_s == 4 * FAST
 
 
+@virtual_time
+async def test_names_that_nobody_has_probed_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device's process that was taken over may tell of whomever it likes."""
+    heard: list[Observed] = []
+    monkeypatch.setattr(Senses, "hear", lambda senses, observed: heard.append(observed))
+    async with peer_of(2) as peer:
+        tells = peer.own.begin()
+        for i in range(10_000):
+            tells({peer.other: WELL, f"name {i}": WELL}, {f"name {i}": QUEUED})
+    assert len(heard) == 10_000
+    assert {pair for observed in heard for pair in observed.rates} == {(peer.me, peer.other)}
+
+
 @pytest.mark.parametrize("rate", [0, -1.0, math.inf, math.nan, "fast", None])
 def test_a_rate_that_a_neighbour_tells_is_checked(rate: Any) -> None:
     with pytest.raises(ProtocolError):

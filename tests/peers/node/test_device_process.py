@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import msgpack
 import pytest
 import structlog
 import torch
@@ -52,6 +53,7 @@ from peers.node.device_process.messages import (
     Pong,
     Ready,
     Said,
+    Speaks,
     State,
     first,
 )
@@ -405,18 +407,20 @@ def test_no_process_outlives_a_peer_that_is_killed_and_none_knows_its_token() ->
 
 @dataclass
 class FakeChild:
-    """As `Child`; `there` is the other end of its channel."""
+    """As `Child`; `there` is the other end of its channel, `number` that one's descriptor."""
 
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     silent_for: int = 0
     written: str = ""
     why: str = ""
+    number: int = -1
     computes: ClassVar[bool] = False
     made: ClassVar[asyncio.Queue[FakeChild]]
 
     def __post_init__(self) -> None:
         self.made.put_nowait(self)
         near, far = pair()
+        self.number = far.fileno()
         self.channel, self.there = Channel(near, (*FROM_DEVICE, *TAKES)), Channel(far, (*TO_DEVICE, *GIVES))
 
     def had_s(self) -> float:
@@ -501,6 +505,50 @@ async def test_who_talks_nonsense_or_is_silent_is_ended_and_the_next_one_promise
         after.there.post(Ready(PROFILE, BARE))
         await after.said(Ping)
         assert not device.is_busy
+
+
+FLOOD = """
+import socket, sys, time
+end, began_s = socket.socket(fileno=int(sys.argv[1])), time.monotonic()
+end.setblocking(True)
+while time.monotonic() - began_s < 3:
+    end.send(bytes.fromhex(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("says", [Pong(), Crossed({f"{i:0128}": 1.0 for i in range(90)}, {})], ids=["short", "long"])
+async def test_a_process_that_never_stops_talking_leaves_its_peer_the_loop_and_is_ended(
+    monkeypatch: pytest.MonkeyPatch, says: Any
+) -> None:
+    monkeypatch.setattr("peers.transport.bridge.channel.MOST_A_SECOND", 512)
+    said = msgpack.packb([type(says).__name__, asdict(says)]).hex()
+    async with faked(monkeypatch) as (_, child):
+        command = [sys.executable, "-S", "-c", FLOOD, str(child.number), said]
+        how = {"pass_fds": [child.number], "stderr": subprocess.DEVNULL}
+        flood = await asyncio.create_subprocess_exec(*command, **how)  # type: ignore[arg-type]
+        while FakeChild.made.empty():
+            began_s = time.monotonic()
+            await asyncio.sleep(0.01)
+            assert time.monotonic() - began_s < 2
+        assert "more than 512 messages a second" in child.why
+    await asyncio.wait_for(flood.wait(), WAIT_S)
+
+
+async def test_each_process_has_a_key_of_its_own_and_another_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys, before = [b"1"], list[bytes]()
+
+    def speaks(key: bytes) -> bytes:
+        before.append(key)
+        return keys[-1]
+
+    async with faked(monkeypatch, speaks=speaks) as (_, child):
+        keys.append(b"2")
+        assert (await child.said(Speaks)).key == b"2"
+        child.there.post(Said("info", "x" * 2001, {}))
+        after = await asyncio.wait_for(FakeChild.made.get(), WAIT_S)
+        assert (await after.said(Begin)).speaks == b"2"
+    assert [key for key in before if not key] == [b"", b""]
+    assert b"1" in before
 
 
 async def test_what_the_peer_itself_fails_on_ends_the_process_and_not_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -330,6 +330,23 @@ async def test_who_is_revoked_is_gone_everywhere_within_seconds_streams_and_all(
         assert sorted(admin.members.revoked()) == sorted([lost.peer_id, others[0].peer_id])
 
 
+async def test_one_command_revokes_all_who_came_by_an_invite() -> None:
+    async with a_mesh("own", "own", "own") as (here, (admin, *others)):
+        admin.transport.serve("held", _held)
+        authority, root = authority_in(here), here.root.peer_id
+        with pytest.raises(UsageError, match="by which invite p1 came"):
+            await authority.revoke(admin, "p1", everybody=True)
+        for peer in others:
+            peer.members.shown = certify(here.root, b"", root, peer.peer_id, "own", "ab12", time.time(), LONG_S)
+            await peer.transport.open(admin.peer_id, "held")
+        told = await authority.revoke(admin, "p1", everybody=True)
+        assert told["invites"] == ["ab12"]
+        for peer in others:
+            with pytest.raises(NotPermittedError, match="an admin has revoked"):
+                await peer.transport.open(admin.peer_id, "held")
+        assert admin.members.revoked() == sorted([others[0].peer_id, "invite ab12"])
+
+
 async def _held(stream: Stream) -> None:
     await stream.recv()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 from torch import nn
@@ -26,6 +27,7 @@ from peers.member.audit import StepWitness
 from peers.owner.audit import check_judges, own_class
 from peers.owner.diary import Losses
 from peers.owner.epoch import Report
+from peers.transport import Frame
 from peers.transport.stream import FramedStream
 from peers.wire import messages
 from tests.rig import audited
@@ -160,6 +162,24 @@ def test_who_never_proves_a_step_is_doubted_and_nobody_else(monkeypatch: pytest.
     monkeypatch.setattr(StepWitness, "proof", never)
     found, _ = watched(1.0)
     assert found.found == [(identity(1).peer_id, step, "doubted") for step in range(FEW)]
+
+
+def test_evidence_that_contradicts_itself_is_its_members_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One digest stands for five bytes, and for none."""
+    show = StepWitness.show
+
+    def doubled(witness: StepWitness, round: int) -> Frame:
+        shown = show(witness, round)
+        if witness.me != identity(1).peer_id:
+            return shown
+        *state, frames = shown.payloads
+        told = msgpack.unpackb(frames)
+        told[0][3:] = [[*told[0][3], told[0][3][0]], [*told[0][4], 0]]
+        return replace(shown, payloads=[*state, msgpack.packb(told)])
+
+    monkeypatch.setattr(StepWitness, "show", doubled)
+    with pytest.raises(ProtocolError, match=f"{identity(1).peer_id}.*one digest for tensors of two shapes"):
+        watched(1.0)
 
 
 def test_an_audit_of_bf16_is_refused() -> None:

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from benchmarks.virtual_chaos import MICRO, Activations, Storm, captured_job, job_of, quick_planning, stormy, train
 from meshcee.eager import plain
 from meshcee.epochs.course import REPLANS
-from meshcee.errors import PlanError, ProtocolError
+from meshcee.errors import NotPermittedError, PlanError, ProtocolError
 from meshcee.events import Event
 from meshcee.plan import Member, Plan
 from peers.device.compute import Pace
@@ -70,7 +70,9 @@ LIES: dict[str, Callable[[Plan], Plan]] = {
     "has peers that nobody knows": lambda plan: changed(plan, members=(Member("12D3KooWnobody", plan.micro_batch),)),
     "computes with other threads": lambda plan: replace(plan, threads=plan.threads + 1),
 }
-FIRST = [(how, False) for how in ("sees no way", "is of another version", "has no memory", "hangs", *LIES)]
+FIRST = [
+    (how, False) for how in ("sees no way", "is of another version", "has no memory", "forbids it", "hangs", *LIES)
+]
 
 
 @pytest.mark.cases(4)
@@ -86,6 +88,7 @@ def test_a_sick_or_dishonest_coordinator_does_not_end_a_run_for_which_the_owner_
         "sees no way": PlanError("2 stages were asked for and there are 1 devices"),
         "is of another version": ProtocolError("codec 'new' is unknown to this coordinator; upgrade it"),
         "has no memory": MemoryError(),
+        "forbids it": NotPermittedError("this owner is here to compute"),
     }
 
     async def befall(storm: Storm) -> None:
