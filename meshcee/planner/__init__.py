@@ -17,7 +17,7 @@ from meshcee.planner.live import (
 )
 from meshcee.planner.regions import whom_to_probe
 from meshcee.planner.rules import needs, remarks, shortages
-from meshcee.planner.search import Effort, Question, plans
+from meshcee.planner.search import Effort, Question, Runs, plans
 
 __all__ = [
     "COMPARED",
@@ -27,6 +27,7 @@ __all__ = [
     "Found",
     "Question",
     "Row",
+    "Runs",
     "choose",
     "comparison",
     "has_room_for_copies",

@@ -21,6 +21,7 @@ from meshcee.figures.amounts import size, times_as_long
 from meshcee.plan import Plan
 from meshcee.planner.chain import Codecs, Layout, peers_of
 from meshcee.planner.cut import DeviceClass
+from meshcee.simulator import check_blocks
 
 __all__ = [
     "OF_ADAMW",
@@ -150,9 +151,15 @@ class Shortage:
     needed_bytes: int
     memory_bytes: int
 
+    def text(self, names: Mapping[str, str]) -> str:
+        """In a sentence, with the peer's name where there is one."""
+        who = names.get(self.peer, self.peer)
+        return f"{who} needs {size(self.needed_bytes)} for this plan and has {size(self.memory_bytes)}"
+
 
 def needs(plan: Plan, cluster: Cluster, workload: Workload) -> dict[str, int]:
-    """Peer -> bytes when its live cap is reached."""
+    """Peer -> bytes when its live cap is reached. Raises PlanError for a plan of another number of blocks."""
+    check_blocks(plan, workload)
     return {
         m.peer: workload.stage_bytes(s.first, s.end, m.samples, min(s.live_cap, p.num_micro), s.recompute)
         + workload.sum_bytes(s.first, s.end, len(s.members) * len(plan.pipelines))
@@ -164,7 +171,7 @@ def needs(plan: Plan, cluster: Cluster, workload: Workload) -> dict[str, int]:
 
 
 def shortages(plan: Plan, cluster: Cluster, workload: Workload) -> list[Shortage]:
-    """Members whose memory the plan exceeds."""
+    """Members whose memory the plan exceeds. Raises PlanError for a plan of another number of blocks."""
     found = []
     for peer, needed in needs(plan, cluster, workload).items():
         device = cluster.devices.get(peer)

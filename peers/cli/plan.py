@@ -6,15 +6,15 @@ peers/cli/live_plan.py has asked it.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshcee.errors import UsageError
+from meshcee.errors import PlanError, UsageError
 from meshcee.figures import CODECS
-from meshcee.figures.amounts import size
 from meshcee.figures.scenario import LinkChange, Scenario, load_scenario, packaged
 from meshcee.files import disk, dumps, loads
 from meshcee.plan import Plan
@@ -55,7 +55,7 @@ def run_plan(
     compare: bool = False,
     html: Path | None = None,
 ) -> None:
-    from meshcee.planner import COMPARED, Effort, Question, comparison, plans, remarks
+    from meshcee.planner import COMPARED, Effort, Question, Runs, comparison, plans, remarks
     from meshcee.show import comparison_text, explain, with_names
 
     extra: dict[str, Any] = {}
@@ -66,9 +66,9 @@ def run_plan(
         scenario = read_scenario(testbed, profiles)
         title, cluster, workload = scenario.name, scenario.cluster, scenario.workload
         old = None if start is None else read_plan(start)
-        own = Question(cluster, workload, _codecs(codecs))
+        own = Question(cluster, workload, _codecs(codecs), Runs(stages=stages))
         asked = {codecs: own, **{name: replace(own, codecs=(name,)) for name in COMPARED if (name,) != own.codecs}}
-        chosen = plans(cluster, workload, codecs=own.codecs, start=old, effort=Effort().times(effort))
+        chosen = plans(cluster, workload, codecs=own.codecs, start=old, effort=Effort().times(effort), runs=own.runs)
         best, single = chosen.best, chosen.single
     else:
         live = _live(job, join, testbed, stages, as_json=as_json)
@@ -171,9 +171,12 @@ def run_simulate(
     else:
         live = _live(file, join, testbed, stages, as_json=as_json)
         cluster, workload, chosen, names = live.cluster, live.workload, live.plan, live.names
-    for short in shortages(chosen, cluster, workload):
-        who = names.get(short.peer, short.peer)
-        raise UsageError(f"{who} needs {size(short.needed_bytes)} for this plan and has {size(short.memory_bytes)}")
+    if chosen.global_batch != workload.global_batch:
+        raise PlanError(
+            f"the plan takes {chosen.global_batch} samples a step and the job {workload.global_batch}; plan it again"
+        )
+    if short := shortages(chosen, cluster, workload):
+        raise UsageError(short[0].text(names))
     timeline = simulate(
         chosen,
         cluster,
@@ -206,6 +209,9 @@ def _failure(text: str, peers: Sequence[str], names: Mapping[str, str]) -> tuple
     if called not in known:
         raise UsageError(f"--fail {text!r}: write PEER@SECONDS with one of {', '.join(known)}")
     try:
-        return known[called], float(at)
-    except ValueError as error:
-        raise UsageError(f"--fail {text!r}: {at!r} is no number of seconds") from error
+        seconds = float(at)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise UsageError(f"--fail {text!r}: {at!r} is no number of seconds")
+    return known[called], seconds
