@@ -75,7 +75,7 @@ class WorkFunction:
         self._since: int | None = None  # steps since the rest began; None before the first change
         self._chosen_s = 0.0  # a step of the current candidate when it was chosen
         self._tempted = False  # another candidate was better in the last step
-        self._before = current, self._since, self._chosen_s, self._tempted  # the last decision
+        self._before: tuple[int, int | None, float, bool] = current, None, 0.0, False  # the last decision
         self._moving_s = _metric(moving_s)
         self.work_s = list(self._moving_s[current])  # as if the run had moved there before its first step
 

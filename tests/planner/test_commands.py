@@ -103,7 +103,7 @@ CEE_SMALL = 26  # blocks
     ("num_micro", "stages", "more", "says"),
     [
         (32, [stage(0, 500, FIRST), stage(500, 1000, SECOND)], [], "the plan has 1000 blocks and the job"),
-        (10**10, [stage(0, 1, FIRST)], [], "the plan takes 20000000000 samples a step and the job 64"),
+        (33, [stage(0, CEE_SMALL, FIRST)], [], "the plan takes 66 samples a step and the job 64"),
         (32, [stage(0, 1, FIRST, codec_out="mp3"), stage(1, CEE_SMALL, SECOND)], [], "codec 'mp3'"),
         (32, [stage(0, CEE_SMALL, FIRST)], ["--fail", f"{FIRST}@nan"], "'nan' is no number of seconds"),
         (32, [stage(0, CEE_SMALL, FIRST)], ["--fail", f"{FIRST}@inf"], "'inf' is no number of seconds"),
