@@ -94,6 +94,7 @@ async def given_plan(
     if left:
         raise PlanError(f"the plan's peer {agent.names()[left[0].peer]!r} cannot take part: {left[0].why}")
     if agent.measures:
-        known = costs or await asyncio.to_thread(costs_of, job, captured)
-        await asyncio.to_thread(check_memory, plan, members, known, agent.names())
+        if costs is None:
+            costs = await asyncio.to_thread(costs_of, job, captured)
+        await asyncio.to_thread(check_memory, plan, members, costs, agent.names())
     return Planned(with_classes(plan, members, threads), lease.term)
