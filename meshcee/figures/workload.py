@@ -176,6 +176,11 @@ class Workload:
     def num_blocks(self) -> int:
         return len(self.names)
 
+    def check_blocks(self, count: int) -> None:
+        """Raises PlanError where a plan is of another number of blocks."""
+        if count != self.num_blocks:
+            raise PlanError(f"the plan has {count} blocks and the job {self.num_blocks}; plan it again")
+
     def sums(self, column: str) -> Floats:
         """Prefix sums of state_bytes, gradient_bytes or activation_bytes."""
         return self._sums[column]

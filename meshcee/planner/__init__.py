@@ -17,7 +17,7 @@ from meshcee.planner.live import (
 )
 from meshcee.planner.regions import whom_to_probe
 from meshcee.planner.rules import needs, remarks, shortages
-from meshcee.planner.search import Effort, Question, Runs, plans
+from meshcee.planner.search import Effort, Question, plans
 
 __all__ = [
     "COMPARED",
@@ -27,7 +27,6 @@ __all__ = [
     "Found",
     "Question",
     "Row",
-    "Runs",
     "choose",
     "comparison",
     "has_room_for_copies",

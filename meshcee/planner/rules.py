@@ -21,7 +21,6 @@ from meshcee.figures.amounts import size, times_as_long
 from meshcee.plan import Plan
 from meshcee.planner.chain import Codecs, Layout, peers_of
 from meshcee.planner.cut import DeviceClass
-from meshcee.simulator import check_blocks
 
 __all__ = [
     "OF_ADAMW",
@@ -159,7 +158,7 @@ class Shortage:
 
 def needs(plan: Plan, cluster: Cluster, workload: Workload) -> dict[str, int]:
     """Peer -> bytes when its live cap is reached. Raises PlanError for a plan of another number of blocks."""
-    check_blocks(plan, workload)
+    workload.check_blocks(plan.num_blocks)
     return {
         m.peer: workload.stage_bytes(s.first, s.end, m.samples, min(s.live_cap, p.num_micro), s.recompute)
         + workload.sum_bytes(s.first, s.end, len(s.members) * len(plan.pipelines))

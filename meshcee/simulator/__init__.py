@@ -4,7 +4,7 @@
 may change (weather.py). `period_s` is the seconds of a step that a plan is judged by. Pure: numbers in, numbers out, no torch.
 """
 
-from meshcee.simulator.instance import Edge, Instance, build, check_blocks
+from meshcee.simulator.instance import Edge, Instance, build
 from meshcee.simulator.timeline import Span, Timeline, bound_s, period_s, quick_period_s, simulate, slowest_s
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "Timeline",
     "bound_s",
     "build",
-    "check_blocks",
     "period_s",
     "quick_period_s",
     "simulate",

@@ -13,7 +13,7 @@ from meshcee.errors import PlanError
 from meshcee.figures import HOST_MESSAGE_S, SUM_BUCKET_BYTES, Cluster, Workload
 from meshcee.plan import Pipeline, Plan, Stage
 
-__all__ = ["Edge", "Instance", "Node", "Ring", "build", "check_blocks"]
+__all__ = ["Edge", "Instance", "Node", "Ring", "build"]
 
 
 @dataclass
@@ -86,15 +86,9 @@ class Instance:
     feed_s: float = 0.0  # of a step, that the owner reads or sends
 
 
-def check_blocks(plan: Plan, workload: Workload) -> None:
-    """Raises PlanError for a plan of another number of blocks than the job has."""
-    if plan.num_blocks != workload.num_blocks:
-        raise PlanError(f"the plan has {plan.num_blocks} blocks and the job {workload.num_blocks}; plan it again")
-
-
 def build(plan: Plan, cluster: Cluster, workload: Workload, *, forward_first: bool = False) -> Instance:
     """Raises PlanError when the plan names an unknown device or codec, an unlinked pair or a size that was not profiled."""
-    check_blocks(plan, workload)
+    workload.check_blocks(plan.num_blocks)
     build = _Builder(plan, cluster, workload, forward_first)
     for p, pipeline in enumerate(plan.pipelines):
         build.pipeline(p, pipeline)

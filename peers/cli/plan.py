@@ -6,6 +6,7 @@ peers/cli/live_plan.py has asked it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,7 @@ def run_plan(
     compare: bool = False,
     html: Path | None = None,
 ) -> None:
-    from meshcee.planner import COMPARED, Effort, Question, Runs, comparison, plans, remarks
+    from meshcee.planner import COMPARED, Effort, Question, comparison, plans, remarks
     from meshcee.show import comparison_text, explain, with_names
 
     extra: dict[str, Any] = {}
@@ -66,7 +67,8 @@ def run_plan(
         scenario = read_scenario(testbed, profiles)
         title, cluster, workload = scenario.name, scenario.cluster, scenario.workload
         old = None if start is None else read_plan(start)
-        own = Question(cluster, workload, _codecs(codecs), Runs(stages=stages))
+        own = Question(cluster, workload, _codecs(codecs))
+        own = replace(own, runs=replace(own.runs, stages=stages))
         asked = {codecs: own, **{name: replace(own, codecs=(name,)) for name in COMPARED if (name,) != own.codecs}}
         chosen = plans(cluster, workload, codecs=own.codecs, start=old, effort=Effort().times(effort), runs=own.runs)
         best, single = chosen.best, chosen.single
@@ -208,10 +210,7 @@ def _failure(text: str, peers: Sequence[str], names: Mapping[str, str]) -> tuple
     known = {names.get(p, p): p for p in peers}
     if called not in known:
         raise UsageError(f"--fail {text!r}: write PEER@SECONDS with one of {', '.join(known)}")
-    try:
-        seconds = float(at)
-    except ValueError:
-        seconds = math.nan
-    if not math.isfinite(seconds):
-        raise UsageError(f"--fail {text!r}: {at!r} is no number of seconds")
-    return known[called], seconds
+    with contextlib.suppress(ValueError):
+        if math.isfinite(seconds := float(at)):
+            return known[called], seconds
+    raise UsageError(f"--fail {text!r}: {at!r} is no number of seconds")

@@ -136,11 +136,10 @@ class PlanRequest:
 
 def _check_effort(job: JobCosts) -> None:
     """Raises ProtocolError where a plan would keep a coordinator busy for hours. The owner of such a job plans by itself."""
-    if len(job.blocks) > MOST_BLOCKS:
-        raise ProtocolError(f"a coordinator plans {MOST_BLOCKS} blocks at most, and the job has {len(job.blocks)}")
-    if job.micro_batch is not None and job.batch_size // job.micro_batch > MOST_MICROS:
-        count = job.batch_size // job.micro_batch
-        raise ProtocolError(f"a coordinator plans {MOST_MICROS} micro-batches a step at most, and the job has {count}")
+    micros = job.batch_size // job.micro_batch if job.micro_batch is not None else 1
+    for what, count, most in (("blocks", len(job.blocks), MOST_BLOCKS), ("micro-batches a step", micros, MOST_MICROS)):
+        if count > most:
+            raise ProtocolError(f"a coordinator plans {most} {what} at most, and the job has {count}")
 
 
 def check_memory(
