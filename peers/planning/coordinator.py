@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 MAX_WANTED = 16
 MAX_NAMED = 512
-MOST_BLOCKS = 512  # as many as automatic cuts make: a search takes minutes with more
+MOST_BLOCKS = 512  # as many as automatic cuts make; a search takes longer by the square of them
 MAX_PROFILES = 1024
 MAX_NOTES = 64
 REQUEST_BYTES = 8 << 20  # thousands of blocks with room to spare; msgpack may unfold to 64 times as much
