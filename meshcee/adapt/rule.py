@@ -75,6 +75,7 @@ class WorkFunction:
         self._since: int | None = None  # steps since the rest began; None before the first change
         self._chosen_s = 0.0  # a step of the current candidate when it was chosen
         self._tempted = False  # another candidate was better in the last step
+        self._before: tuple[int, int | None, float, bool] = current, None, 0.0, False  # the last decision
         self._moving_s = _metric(moving_s)
         self.work_s = list(self._moving_s[current])  # as if the run had moved there before its first step
 
@@ -103,8 +104,13 @@ class WorkFunction:
             (p for p in every if p != self.current), key=lambda p: self.work_s[p] + there[p], default=self.current
         )
         if self.work_s[best] + there[best] <= self.work_s[self.current] * (1 + 1e-12) and self._may_move(step_s):
+            self._before = self.current, self._since, self._chosen_s, self._tempted
             self.current, self._since, self._chosen_s, self._tempted = best, 0, step_s[best], False
         return self.current
+
+    def stay(self) -> None:
+        """The last decision is refused, before another step: the run has not moved. What the steps have shown stays."""
+        self.current, self._since, self._chosen_s, self._tempted = self._before
 
     def _rest(self, step_s: Sequence[float]) -> None:
         was, self._tempted = self._tempted, min(step_s) * WORSE < step_s[self.current]
@@ -192,6 +198,10 @@ class Adapter:
             tuple(self._periods),
             before,
         )
+
+    def stay(self) -> None:
+        """The plan that `observe` has just decided on is refused: the run stays, and any further step may decide anew."""
+        self._rule.stay()
 
 
 def _what_runs(plan: Plan) -> str:

@@ -180,6 +180,8 @@ class Senses:
                 if after != before:
                     self.slow[peer] = after
                     shifts.append(Computes(peer, after / before))
+                elif change < 1:  # so what those steps made known of it has to be learnt anew
+                    shifts.append(Computes(peer, change))
         for pair, rate in observed.rates.items():
             idle = observed.depths.get(pair, LEAST_BYTES) < LEAST_BYTES
             if (change := self._hear_link(pair, min(rate, FAST), idle=idle)) is not None:

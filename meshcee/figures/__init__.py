@@ -7,7 +7,7 @@ made where nothing can be trained. `kernels` says which devices compute the same
 
 from meshcee.figures.hosts import as_run, threads_of
 from meshcee.figures.kernels import MIXES, class_of, fitting, remark, with_classes
-from meshcee.figures.measured import DEFAULT_LINK, FEW, JobCosts, Measured, without_links
+from meshcee.figures.measured import DEFAULT_LINK, FEW, MOST_MICROS, JobCosts, Measured, without_links
 from meshcee.figures.observed import Observed
 from meshcee.figures.profile import BlockCost, Cluster, Device, DeviceProfile, LinkProfile
 from meshcee.figures.rate import LEAST_BYTES, Rate
@@ -25,6 +25,7 @@ __all__ = [
     "MAX_DISTINCT",
     "MAX_SIZES",
     "MIXES",
+    "MOST_MICROS",
     "SUM_BUCKET_BYTES",
     "BlockCost",
     "BlockTimes",

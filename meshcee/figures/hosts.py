@@ -49,6 +49,7 @@ def threads_of(devices: Mapping[str, DeviceProfile]) -> int:
 def as_run(devices: Mapping[str, DeviceProfile], threads: int) -> dict[str, DeviceProfile]:
     """The devices as they are in a run with so many threads (0: each its own), with their shares of their hosts' memory.
 
+    What users have given to CPUs of a host is theirs. The others share what is left.
     CPUs of a host are one and the same: of what they measured the most counts, as whatever disturbs a measurement makes it less.
     """
     fastest: dict[str, float] = {}  # of one thread
@@ -56,13 +57,20 @@ def as_run(devices: Mapping[str, DeviceProfile], threads: int) -> dict[str, Devi
         if device.kind == "cpu":
             key = device.host or peer
             fastest[key] = max(fastest.get(key, 0.0), device.speed_flops_per_s / device.threads)
-    sharing = Counter(d.host for d in devices.values() if d.kind == "cpu" and d.host and not d.memory_said)
+    said = Counter[str]()  # bytes that users have given away
+    others = Counter[str]()  # peers that share what is left
+    for device in devices.values():
+        if device.kind == "cpu" and device.memory_said:
+            said[device.host] += device.memory_bytes
+        elif device.kind == "cpu":
+            others[device.host] += 1
     found = {}
     for peer, device in devices.items():
         if device.kind == "cpu":
-            count = sharing[device.host] if not device.memory_said else 0
             computing = threads or device.threads
-            memory = max(1, device.memory_bytes // max(1, count))
+            memory = device.memory_bytes
+            if device.host and not device.memory_said:
+                memory = max(1, (memory - said[device.host]) // others[device.host])
             speed = fastest[device.host or peer] * computing
             device = replace(device, memory_bytes=memory, speed_flops_per_s=speed, threads=computing)
         found[peer] = device

@@ -16,11 +16,12 @@ from meshcee.figures.timing import MAX_SIZES, BlockTimes
 from meshcee.figures.versions import Versions
 from meshcee.plan import LeftOut
 
-__all__ = ["DEFAULT_LINK", "FEW", "NEXT_TO_NOTHING", "JobCosts", "Measured", "without_links"]
+__all__ = ["DEFAULT_LINK", "FEW", "MOST_MICROS", "NEXT_TO_NOTHING", "JobCosts", "Measured", "without_links"]
 
 FEW = 32  # peers up to which everybody measures the link to everybody
 
 NEXT_TO_NOTHING = 1e3  # bytes per second: of a link that nothing has crossed lately
+MOST_MICROS = 1 << 16  # of a step: a planner simulates each
 MAX_BLOCKS = 4096
 MAX_CLASS = 200  # letters of a kernel class
 DEFAULT_LINK = LinkProfile(0.02, 12.5e6)  # 100 Mbit/s and 40 ms there and back: a link that nobody has measured yet

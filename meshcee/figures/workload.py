@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from meshcee.errors import UsageError
+from meshcee.errors import PlanError, UsageError
 
 __all__ = ["CODECS", "HOST_MESSAGE_S", "SUM_BUCKET_BYTES", "Codec", "KindTimes", "StageTimes", "Workload"]
 
@@ -176,6 +176,11 @@ class Workload:
     def num_blocks(self) -> int:
         return len(self.names)
 
+    def check_blocks(self, count: int) -> None:
+        """Raises PlanError where a plan is of another number of blocks."""
+        if count != self.num_blocks:
+            raise PlanError(f"the plan has {count} blocks and the job {self.num_blocks}; plan it again")
+
     def sums(self, column: str) -> Floats:
         """Prefix sums of state_bytes, gradient_bytes or activation_bytes."""
         return self._sums[column]
@@ -234,16 +239,21 @@ class Workload:
         return sum(size for size, blocks in self.feeds if any(first <= block < end for block in blocks))
 
     def wire_bytes(self, size: float, codec: str) -> float:
-        """Bytes on the wire of a boundary tensor of `size` bytes; proportional to it, and never more."""
+        """Bytes on the wire of a boundary tensor of `size` bytes; proportional to it, and never more.
+
+        Raises PlanError for a codec that nobody knows.
+        """
         if codec == "none":
             return size
+        if codec not in CODECS:
+            raise PlanError(f"the plan has the codec {codec[:40]!r}; known are none, {', '.join(CODECS)}")
         bits, found = 8 * self.element_bytes, CODECS[codec]
         return size * (min(bits, found.bits) - found.packed_bits) / bits
 
     def codec_s(self, size: float, codec: str) -> float:
         """Seconds to encode and decode a boundary tensor of `size` bytes: a part for each message, and one for each byte.
 
-        What saves nothing, as bf16 on 16-bit tensors, travels as it is.
+        What saves nothing, as bf16 on 16-bit tensors, travels as it is. Raises PlanError as `wire_bytes` does.
         """
         if self.wire_bytes(1.0, codec) >= 1.0:
             return 0.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshcee.figures import Cluster, Workload
+from meshcee.figures import MOST_MICROS, Cluster, Workload
 from meshcee.planner.chain import Chain, ChainStage, Layout
 from meshcee.planner.cut import DeviceClass, classes_of
 from meshcee.planner.rows import Beam, Row, Rows, best_of
@@ -204,12 +204,13 @@ class Proposals:
         return walk
 
     def sizes(self) -> list[int]:
-        """Micro-batch sizes that some class can compute, alone or shared; divisors of the batch."""
+        """Micro-batch sizes that some class can compute, alone or shared: divisors of the batch, of which a step has MOST_MICROS at
+        most."""
         batch = self.workload.global_batch
         if self.workload.micro_batch is not None:
             return [self.workload.micro_batch]
         top = max(self.workload.times[c.kind].largest * min(len(c.peers), LARGEST_GROUP) for c in self.classes)
-        fitting = [m for m in range(1, min(batch, top) + 1) if batch % m == 0]
+        fitting = [m for m in range(-(-batch // MOST_MICROS), min(batch, top) + 1) if batch % m == 0]
         if len(fitting) <= MOST_SIZES:
             return fitting
         spread = {round(k * (len(fitting) - 1) / (MOST_SIZES - 1)) for k in range(MOST_SIZES)}
@@ -221,7 +222,8 @@ class Proposals:
             return []
         batch = self.workload.global_batch
         top = sum(self.workload.times[c.kind].largest * len(c.peers) for c in self.classes)
-        above = [m for m in range(max(narrow, default=0) + 1, min(batch, top) + 1) if batch % m == 0]
+        least = max(max(narrow, default=0) + 1, -(-batch // MOST_MICROS))
+        above = [m for m in range(least, min(batch, top) + 1) if batch % m == 0]
         return above[:WIDE_SIZES]
 
     def singles(self) -> list[Layout]:

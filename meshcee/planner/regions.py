@@ -6,7 +6,7 @@ between "inside a region" and "between regions". Links as short as a LAN's are i
 or the difference between a wire and no wire. What people say of regions is a hint that measurement may overrule.
 
 Peers as short as a LAN apart may be in several regions, when what joins them is thin. They are in one area all the same:
-nobody has measured two of their links at once, so what leaves it is taken to share one line.
+nobody has measured two of their links at once. So what goes from one area to another is taken to share one line.
 
 Up to FEW peers everybody measures everybody. Beyond, everybody first measures a few landmarks, and peers that are as far from
 each landmark are taken for neighbours. They measure each other, and leave the links to others to their first peer. Every peer

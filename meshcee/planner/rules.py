@@ -150,9 +150,15 @@ class Shortage:
     needed_bytes: int
     memory_bytes: int
 
+    def text(self, names: Mapping[str, str]) -> str:
+        """In a sentence, with the peer's name where there is one."""
+        who = names.get(self.peer, self.peer)
+        return f"{who} needs {size(self.needed_bytes)} for this plan and has {size(self.memory_bytes)}"
+
 
 def needs(plan: Plan, cluster: Cluster, workload: Workload) -> dict[str, int]:
-    """Peer -> bytes when its live cap is reached."""
+    """Peer -> bytes when its live cap is reached. Raises PlanError for a plan of another number of blocks."""
+    workload.check_blocks(plan.num_blocks)
     return {
         m.peer: workload.stage_bytes(s.first, s.end, m.samples, min(s.live_cap, p.num_micro), s.recompute)
         + workload.sum_bytes(s.first, s.end, len(s.members) * len(plan.pipelines))
@@ -164,7 +170,7 @@ def needs(plan: Plan, cluster: Cluster, workload: Workload) -> dict[str, int]:
 
 
 def shortages(plan: Plan, cluster: Cluster, workload: Workload) -> list[Shortage]:
-    """Members whose memory the plan exceeds."""
+    """Members whose memory the plan exceeds. Raises PlanError for a plan of another number of blocks."""
     found = []
     for peer, needed in needs(plan, cluster, workload).items():
         device = cluster.devices.get(peer)

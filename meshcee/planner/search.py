@@ -19,7 +19,7 @@ from itertools import islice, permutations
 from math import inf, perm
 
 from meshcee.errors import PlanError
-from meshcee.figures import Cluster, Workload
+from meshcee.figures import MOST_MICROS, Cluster, Workload
 from meshcee.plan import LeftOut, Pipeline, Plan, Predicted
 from meshcee.planner.chain import Chain, ChainStage, Codecs, Layout, layout_of, peers_of, to_plan
 from meshcee.planner.moves import SLACKS, Moves, all_shifted
@@ -322,6 +322,11 @@ def plans(
     if runs.stages is not None:
         _check_count(runs.stages, cluster, workload)
     search = Search(cluster, workload, codecs, effort, runs)
+    if not search.proposals.sizes():
+        raise PlanError(
+            f"a batch of {workload.global_batch} samples makes more than {MOST_MICROS} micro-batches of any size that was "
+            "profiled: make the batch smaller, or add devices with more memory"
+        )
     old = None if start is None or not runs.permits(layout_of(start)) else _reprice(start, cluster, workload)
     found = search.run([*([] if old is None else [layout_of(old[1])]), *_exactly(search, runs.stages)])
     priced = [(p, plan) for p, c in found if (plan := to_plan(c, cluster, workload)) is not None]

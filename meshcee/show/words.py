@@ -119,14 +119,17 @@ def _boundary(
 
 
 def limit(plan: Plan, cluster: Cluster, workload: Workload, timeline: Timeline) -> str:
-    """The busiest device or line in words."""
-    total = timeline.outcome.applied_s[-1]
+    """The owner where its samples set the pace, else the busiest device or line, in words."""
+    total = timeline.outcome.applied_s[-1] * timeline.slowed
     busy = [(s / total, n.peer) for n, s in zip(timeline.instance.nodes, timeline.outcome.busy_s)]
     held = [
         (s / total, " -> ".join(x.removeprefix("@") for x in line))
         for line, s in zip(timeline.instance.lines, timeline.outcome.line_s)
     ]
     device, link = max(busy), max(held, default=(0.0, ""))
+    if timeline.waits_for_owner:
+        owner = f"the owner reads or sends a step's samples for {timeline.instance.feed_s:.4g} s"
+        return f"{owner}; the busiest device, {device[1]}, computes {device[0]:.0%} of that time"
     if device[0] >= link[0]:
         what = f"{device[1]} computes {device[0]:.0%} of the time"
         return what + ("" if not link[1] else f"; the busiest line, {link[1]}, is held {link[0]:.0%} of it")

@@ -87,9 +87,8 @@ class Instance:
 
 
 def build(plan: Plan, cluster: Cluster, workload: Workload, *, forward_first: bool = False) -> Instance:
-    """Raises PlanError when the plan names an unknown device, an unlinked pair or a size that was not profiled."""
-    if plan.num_blocks != workload.num_blocks:
-        raise PlanError(f"the plan has {plan.num_blocks} blocks and the job {workload.num_blocks}; plan it again")
+    """Raises PlanError when the plan names an unknown device or codec, an unlinked pair or a size that was not profiled."""
+    workload.check_blocks(plan.num_blocks)
     build = _Builder(plan, cluster, workload, forward_first)
     for p, pipeline in enumerate(plan.pipelines):
         build.pipeline(p, pipeline)

@@ -35,14 +35,24 @@ class Timeline:
         return max(_period(self.outcome), self.instance.feed_s)
 
     @property
+    def waits_for_owner(self) -> bool:
+        """Whether reading or sending a step's samples takes the owner longer than the members take for the step."""
+        return bool(self.outcome.applied_s) and self.instance.feed_s > _period(self.outcome)
+
+    @property
+    def slowed(self) -> float:
+        """How many times as long the steps take as the members alone would, since these wait for the owner; 1 or more."""
+        return self.instance.feed_s / max(_period(self.outcome), 1e-12) if self.waits_for_owner else 1.0
+
+    @property
     def step_s(self) -> list[float]:
-        """Seconds from each step's application everywhere to the next one's."""
+        """Seconds from each step's application everywhere to the next one's; none is shorter than what its owner takes."""
         ends = [0.0, *self.outcome.applied_s]
-        return [b - a for a, b in pairwise(ends)]
+        return [max(b - a, self.instance.feed_s) for a, b in pairwise(ends)]
 
     def utilisation(self) -> dict[str, float]:
         """Share of the time that each member computes, optimizer included."""
-        total = max(self.outcome.end_s, 1e-12)
+        total = max(self.outcome.end_s * self.slowed, 1e-12)
         return {n.peer: busy / total for n, busy in zip(self.instance.nodes, self.outcome.busy_s)}
 
 

@@ -6,15 +6,16 @@ peers/cli/live_plan.py has asked it.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshcee.errors import UsageError
+from meshcee.errors import PlanError, UsageError
 from meshcee.figures import CODECS
-from meshcee.figures.amounts import size
 from meshcee.figures.scenario import LinkChange, Scenario, load_scenario, packaged
 from meshcee.files import disk, dumps, loads
 from meshcee.plan import Plan
@@ -67,8 +68,9 @@ def run_plan(
         title, cluster, workload = scenario.name, scenario.cluster, scenario.workload
         old = None if start is None else read_plan(start)
         own = Question(cluster, workload, _codecs(codecs))
+        own = replace(own, runs=replace(own.runs, stages=stages))
         asked = {codecs: own, **{name: replace(own, codecs=(name,)) for name in COMPARED if (name,) != own.codecs}}
-        chosen = plans(cluster, workload, codecs=own.codecs, start=old, effort=Effort().times(effort))
+        chosen = plans(cluster, workload, codecs=own.codecs, start=old, effort=Effort().times(effort), runs=own.runs)
         best, single = chosen.best, chosen.single
     else:
         live = _live(job, join, testbed, stages, as_json=as_json)
@@ -171,9 +173,12 @@ def run_simulate(
     else:
         live = _live(file, join, testbed, stages, as_json=as_json)
         cluster, workload, chosen, names = live.cluster, live.workload, live.plan, live.names
-    for short in shortages(chosen, cluster, workload):
-        who = names.get(short.peer, short.peer)
-        raise UsageError(f"{who} needs {size(short.needed_bytes)} for this plan and has {size(short.memory_bytes)}")
+    if chosen.global_batch != workload.global_batch:
+        raise PlanError(
+            f"the plan takes {chosen.global_batch} samples a step and the job {workload.global_batch}; plan it again"
+        )
+    if short := shortages(chosen, cluster, workload):
+        raise UsageError(short[0].text(names))
     timeline = simulate(
         chosen,
         cluster,
@@ -205,7 +210,7 @@ def _failure(text: str, peers: Sequence[str], names: Mapping[str, str]) -> tuple
     known = {names.get(p, p): p for p in peers}
     if called not in known:
         raise UsageError(f"--fail {text!r}: write PEER@SECONDS with one of {', '.join(known)}")
-    try:
-        return known[called], float(at)
-    except ValueError as error:
-        raise UsageError(f"--fail {text!r}: {at!r} is no number of seconds") from error
+    with contextlib.suppress(ValueError):
+        if math.isfinite(seconds := float(at)):
+            return known[called], seconds
+    raise UsageError(f"--fail {text!r}: {at!r} is no number of seconds")

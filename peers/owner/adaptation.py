@@ -207,10 +207,12 @@ class Adaptation:
         except MeshceeError as error:  # the job runs; a mesh that cannot be judged is no reason to end it
             log.warning("no other plan was looked for", error=str(error))
             return None
-        if decision is None or not can_move:
+        if decision is None or self._adapter is None:
             return None
-        if left_s * (1 - 1 / decision.gain) <= decision.moving_s:
-            if decision.plan is not self._vetoed:
+        pays = left_s * (1 - 1 / decision.gain) > decision.moving_s
+        if not can_move or not pays:
+            self._adapter.stay()
+            if can_move and decision.plan is not self._vetoed:
                 self._vetoed = decision.plan
                 log.info(Event.PLAN_STAYS_TO_THE_END, **self._told(decision))
             return None

@@ -538,7 +538,7 @@ class Training:
     async def _plan(self) -> Planned:
         if self._wanted.plan is not None:
             assert self._captured is not None
-            return await given_plan(self._agent, self._wanted.plan, self._job, self._captured)
+            return await given_plan(self._agent, self._wanted.plan, self._job, self._captured, self._request.job)
         job = replace(self._request.job, micro_batch=self._job.micro_batch_size)  # of the first plan, if there was one
         return await ask_plan(self._agent, replace(self._request, job=job))
 

@@ -20,19 +20,20 @@ from msgspec import Meta
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PlanError, ProtocolError
 from meshcee.events import Event
 from meshcee.fields import plain, read, unpack
-from meshcee.figures import BlockTimes, DeviceProfile, JobCosts, LinkProfile, Measured, without_links
+from meshcee.figures import MOST_MICROS, BlockTimes, DeviceProfile, JobCosts, LinkProfile, Measured, without_links
 from meshcee.job import CODEC_CHOICES
 from meshcee.plan import LeftOut, Plan, Term
 from peers.mesh_view import MeshView
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import messages
 
-__all__ = ["PlanRequest", "PlanService", "Planned", "plan_here", "request_plan"]
+__all__ = ["PlanRequest", "PlanService", "Planned", "check_memory", "plan_here", "request_plan"]
 
 log = structlog.get_logger()
 
 MAX_WANTED = 16
 MAX_NAMED = 512
+MOST_BLOCKS = 512  # as many as automatic cuts make; a search takes longer by the square of them
 MAX_PROFILES = 1024
 MAX_NOTES = 64
 REQUEST_BYTES = 8 << 20  # thousands of blocks with room to spare; msgpack may unfold to 64 times as much
@@ -86,6 +87,7 @@ class PlanRequest:
         found.job.check()
         if found.job.codec not in CODEC_CHOICES:
             raise ProtocolError(f"codec {found.job.codec[:40]!r} is unknown to this coordinator; upgrade it")
+        _check_effort(found.job)
         named = {name: getattr(found, name)[:MAX_NAMED] for name in ("free", "without", "parted")}
         return replace(found, wanted=found.wanted[:MAX_WANTED], **named)
 
@@ -103,7 +105,7 @@ class PlanRequest:
     def check(self, plan: Plan, devices: Mapping[str, DeviceProfile]) -> None:
         """Raises PlanError where a coordinator's plan is not what was asked for. `devices` are those that its members lend.
 
-        One that is unknown here yet is not looked at. What members have memory for each of them checks itself.
+        One that is unknown here yet is not looked at.
         """
         job, members = self.job, {peer: devices[peer] for peer in plan.peers if peer in devices}
         stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
@@ -129,6 +131,29 @@ class PlanRequest:
         )
         if why := next((why for wrong, why in found if wrong), None):
             raise PlanError(f"the coordinator's plan is not what was asked for: {why}")
+        check_memory(plan, devices, job)
+
+
+def _check_effort(job: JobCosts) -> None:
+    """Raises ProtocolError where a plan would keep a coordinator busy for hours. The owner of such a job plans by itself."""
+    micros = job.batch_size // job.micro_batch if job.micro_batch is not None else 1
+    for what, count, most in (("blocks", len(job.blocks), MOST_BLOCKS), ("micro-batches a step", micros, MOST_MICROS)):
+        if count > most:
+            raise ProtocolError(f"a coordinator plans {most} {what} at most, and the job has {count}")
+
+
+def check_memory(
+    plan: Plan, devices: Mapping[str, DeviceProfile], job: JobCosts, names: Mapping[str, str] | None = None
+) -> None:
+    """Raises PlanError where a member's device has not the memory that its stage needs. Who is not in `devices` is passed over.
+
+    Of a host the plan's members alone share the memory: others there may be idle, and hold nothing.
+    """
+    from meshcee.planner import shortages, situation
+
+    members = {peer: devices[peer] for peer in plan.peers if peer in devices}
+    if members and (short := shortages(plan, *situation(Measured(members, {}, {}, {}), job))):
+        raise PlanError(short[0].text(names or {}))
 
 
 class PlanService:
@@ -237,7 +262,7 @@ async def _ask(agent: MeshView, peer_id: str, request: PlanRequest) -> Planned:
     if reply.kind == messages.REFUSED:
         raise messages.error_from(reply.header)
     planned = _planned(reply)
-    request.check(planned.plan, agent.lent())
+    await asyncio.to_thread(request.check, planned.plan, agent.lent())
     return planned
 
 

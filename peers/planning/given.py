@@ -12,13 +12,14 @@ from dataclasses import replace
 
 from meshcee.capture import Capture
 from meshcee.errors import JoinError, PlanError, UsageError
-from meshcee.figures import fitting, threads_of, with_classes
+from meshcee.figures import JobCosts, fitting, threads_of, with_classes
 from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.stage import check_pipelines
 from peers.device import versions
 from peers.mesh_view import MeshView
-from peers.planning.coordinator import Planned
+from peers.planning.coordinator import Planned, check_memory
+from peers.planning.job_costs import costs_of
 
 __all__ = ["check_plan", "given_plan", "placed"]
 
@@ -66,8 +67,14 @@ def check_plan(plan: Plan, job: Job, captured: Capture) -> None:
         )
 
 
-async def given_plan(agent: MeshView, plan: Plan, job: Job, captured: Capture) -> Planned:
-    """The plan as if the coordinator had made it, once all its peers are seen."""
+async def given_plan(
+    agent: MeshView, plan: Plan, job: Job, captured: Capture, costs: JobCosts | None = None
+) -> Planned:
+    """The plan as if the coordinator had made it, once all its peers are seen.
+
+    costs  of the job, where they are known already
+    Raises UsageError, JoinError or PlanError. Where nothing is measured, the memory of members is not looked at.
+    """
     check_plan(plan, job, captured)
     wanted = set(plan.peers)
     try:
@@ -86,4 +93,8 @@ async def given_plan(agent: MeshView, plan: Plan, job: Job, captured: Capture) -
     _, left = fitting(members, job.mix, threads, versions())
     if left:
         raise PlanError(f"the plan's peer {agent.names()[left[0].peer]!r} cannot take part: {left[0].why}")
+    if agent.measures:
+        if costs is None:
+            costs = await asyncio.to_thread(costs_of, job, captured)
+        await asyncio.to_thread(check_memory, plan, members, costs, agent.names())
     return Planned(with_classes(plan, members, threads), lease.term)

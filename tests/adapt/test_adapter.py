@@ -197,6 +197,28 @@ def test_what_was_late_counts_at_once() -> None:
     assert decision.moving_s == 4.0
 
 
+def test_a_change_that_is_refused_may_be_decided_on_again() -> None:
+    adapter = Adapter(WIDE, lambda p: 1.0, lambda a, b: 0.0, settle_s=4.0)
+    adapter.weather(lambda p: 4.0 if p is WIDE else 2.0, [ALONE])
+    first = adapter.observe(4)
+    for _ in range(3):
+        adapter.stay()
+        assert adapter.plan is WIDE
+        assert adapter.observe() == first, "it would still gain as much"
+    adapter.stay()
+    adapter.weather(lambda p: 1.0 if p is WIDE else 2.0)
+    assert {adapter.observe().plan for _ in range(100)} == {WIDE}, (
+        "what was refused is not done later, without a reason"
+    )
+
+
+def test_a_change_that_is_refused_begins_no_rest() -> None:
+    rule = WorkFunction(0, [[0.0, 4.0], [4.0, 0.0]], rest_steps=50)
+    assert [rule.observe([4.0, 2.0]) for _ in range(4)] == [0, 0, 0, 1]
+    rule.stay()
+    assert rule.observe([1.0, 0.2]) == 1, "better weather alone is reason enough"
+
+
 def crowded() -> tuple[Adapter, list[Plan]]:
     """An adapter that has met more plans than it keeps, each in the place of a slower one, and those plans."""
     plans = [chain((0, 1 + i % 3, "a"), (1 + i % 3, 4, f"p{i}")) for i in range(4 * MOST_CANDIDATES)]

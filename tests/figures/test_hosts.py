@@ -60,10 +60,17 @@ def test_a_run_has_one_number_of_threads(devices: list[DeviceProfile], threads: 
 
 def test_memory_is_divided_unless_the_user_has_said_and_a_host_has_one_speed() -> None:
     slow = replace(cpu("h", 2), speed_flops_per_s=1e8)  # measured while another one started
-    found = as_run(named(cpu("h", 2), slow, cpu("h", 2, memory_said=True), cpu("g", 2)), 1)
-    assert [d.memory_bytes >> 30 for d in found.values()] == [4, 4, 8, 8]
+    given = replace(cpu("h", 2, memory_said=True), memory_bytes=2 << 30)
+    found = as_run(named(cpu("h", 2), slow, given, cpu("g", 2)), 1)
+    assert [d.memory_bytes >> 30 for d in found.values()] == [3, 3, 2, 8], "what was given to one is no other one's"
     assert [d.speed_flops_per_s for d in found.values()] == [1e10] * 4
     assert {d.threads for d in found.values()} == {1}
+
+
+def test_of_a_host_whose_memory_was_given_away_nothing_is_left_and_hosts_that_nobody_knows_share_nothing() -> None:
+    given = cpu("h", 2, memory_said=True)
+    found = as_run(named(cpu("h", 2), given, cpu("", 2), replace(given, host="")), 1)
+    assert [d.memory_bytes for d in found.values()] == [1, 8 << 30, 8 << 30, 8 << 30]
 
 
 def test_nodes_of_one_host_that_compute_at_once_slow_each_other_down() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from meshcee.errors import UsageError
+from meshcee.errors import PlanError, UsageError
 from meshcee.figures.scenario import packaged
 from meshcee.picture import Picture
 from meshcee.plan import Plan
@@ -83,6 +83,39 @@ def test_short_output_says_who_does_what() -> None:
     text = run("plan", "--testbed", "cee-small", "--effort", "0.1")
     assert "samples/s" in text
     assert "stage 0: blocks 0 to" in text
+
+
+def test_a_testbed_is_planned_with_exactly_so_many_stages() -> None:
+    text = run("plan", "--testbed", "cee-small", "--stages", "3", "--effort", "0.1", "--json")
+    assert [len(pipeline.stages) for pipeline in Plan.from_json(json.loads(text)).pipelines] == [3]
+
+
+def stage(first: int, end: int, peer: str, samples: int = 2, **more: str) -> dict[str, object]:
+    member = {"peer": peer, "samples": samples}
+    return {"blocks": [first, end], "members": [member], "window": 1, "live_cap": 1, **more}
+
+
+FIRST, SECOND = "cloud-a100-40-0", "edge-rtx-3090-1"
+CEE_SMALL = 26  # blocks
+
+
+@pytest.mark.parametrize(
+    ("num_micro", "stages", "more", "says"),
+    [
+        (32, [stage(0, 500, FIRST), stage(500, 1000, SECOND)], [], "the plan has 1000 blocks and the job"),
+        (33, [stage(0, CEE_SMALL, FIRST)], [], "the plan takes 66 samples a step and the job 64"),
+        (32, [stage(0, 1, FIRST, codec_out="mp3"), stage(1, CEE_SMALL, SECOND)], [], "codec 'mp3'"),
+        (32, [stage(0, CEE_SMALL, FIRST)], ["--fail", f"{FIRST}@nan"], "'nan' is no number of seconds"),
+        (32, [stage(0, CEE_SMALL, FIRST)], ["--fail", f"{FIRST}@inf"], "'inf' is no number of seconds"),
+    ],
+)
+def test_a_plan_that_a_testbed_cannot_run_is_refused_in_words(
+    tmp_path: Path, num_micro: int, stages: list[object], more: list[str], says: str
+) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"micro_batch": 2, "pipelines": [{"num_micro": num_micro, "stages": stages}]}))
+    with pytest.raises((PlanError, UsageError), match=says):
+        CliRunner().invoke(app, ["simulate", str(file), "--testbed", "cee-small", *more], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(

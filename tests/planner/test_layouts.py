@@ -6,16 +6,19 @@ from dataclasses import replace
 import pytest
 
 from meshcee.errors import PlanError
+from meshcee.figures.measured import MOST_MICROS
 from meshcee.figures.profile import Cluster, Device, LinkProfile
 from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
 from meshcee.planner.chain import ChainStage, layout_of, most_live
 from meshcee.planner.cut import StageTable
+from meshcee.planner.proposals import Proposals
 from meshcee.planner.rules import Runs, needs, shortages
 from meshcee.planner.search import Effort, plans
 from meshcee.simulator import bound_s, build, period_s
 from tests.planner.oracle import random_case, random_wide_case
-from tests.rig.small import workload
+from tests.rig.small import cluster, pipeline, workload
+from tests.rig.small import plan as plan_of
 
 QUICK = Effort(events=60_000, rows=3_000_000)
 ONE = Runs(pipelines=1)
@@ -137,6 +140,23 @@ def test_no_period_is_below_what_the_busiest_device_or_line_needs(seed: int) -> 
     bound = bound_s(build(plan, where, work))
     assert math.isfinite(bound)
     assert bound <= period_s(plan, where, work) * 1.02
+
+
+def test_no_size_is_looked_at_that_makes_too_many_micro_batches() -> None:
+    where = cluster({"r": ["a", "b"]})
+    looked = Proposals(where, workload(batch=1 << 18, largest=64), ("none",), QUICK, Runs())
+    assert looked.sizes() == [4, 8, 16, 32, 64, 128], "two share the largest"
+    assert all((1 << 18) // m <= MOST_MICROS for m in looked.wide_sizes([]))
+    with pytest.raises(PlanError, match="a batch of 16777216 samples makes more than 65536 micro-batches"):
+        plans(where, workload(batch=1 << 24, largest=64), effort=QUICK)
+
+
+def test_a_plan_of_other_blocks_needs_no_memory_that_anybody_could_count() -> None:
+    where, work = cluster({"r": ["a"]}), workload(blocks=2)
+    larger = plan_of(pipeline((0, 3, "a"), micros=1))
+    with pytest.raises(PlanError, match="the plan has 3 blocks and the job 2; plan it again"):
+        shortages(larger, where, work)
+    assert plans(where, work, start=larger, effort=QUICK).best.num_blocks == 2
 
 
 def test_the_workspace_of_one_block_at_a_time_takes_its_place_in_memory() -> None:

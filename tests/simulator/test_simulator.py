@@ -14,6 +14,7 @@ from meshcee.figures.scenario import LinkChange
 from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
 from meshcee.schedule import Kind, StageView, choose
+from meshcee.show.words import limit
 from meshcee.simulator import Timeline, bound_s, period_s, quick_period_s, simulate
 from meshcee.simulator.engine import run
 from meshcee.simulator.instance import build
@@ -358,6 +359,26 @@ def test_the_owner_feeds_ahead_so_its_lines_and_data_bound_the_period_and_add_no
         assert bound_s(build(what, where, fed)) <= expected_s
     where.feeds = {}
     assert period_s(what, where, replace(fed, data_s=30.0)) == 60.0
+
+
+def test_members_that_wait_for_the_owner_compute_for_a_part_of_the_time_and_the_owner_is_the_limit() -> None:
+    work = workload(batch=2)  # 6 s of work a step
+    what, where = plan(pipeline((0, 1, "a"), micros=2)), cluster({"r": ["a"]})
+    alone, slow = (simulate(what, where, replace(work, data_s=data_s)) for data_s in (1.0, 30.0))
+    assert (alone.step_s, alone.utilisation()) == ([6.0] * 3, {"a": 1.0})
+    assert limit(what, where, work, alone) == "a computes 100% of the time"
+    assert (slow.step_s, slow.utilisation()) == ([60.0] * 3, {"a": pytest.approx(0.1)})
+    assert limit(what, where, work, slow) == (
+        "the owner reads or sends a step's samples for 60 s; the busiest device, a, computes 10% of that time"
+    )
+
+
+def test_a_codec_that_nobody_knows_is_refused_in_words() -> None:
+    work, where = workload(blocks=2), cluster({"x": ["a"], "y": ["b"]})
+    (line,) = plan(pipeline((0, 1, "a"), (1, 2, "b"), micros=1)).pipelines
+    coded = plan(replace(line, stages=(replace(line.stages[0], codec_out="mp3"), line.stages[1])))
+    with pytest.raises(PlanError, match="codec 'mp3'; known are none, bf16"):
+        period_s(coded, where, work)
 
 
 def test_a_raw_input_goes_to_a_stage_once_and_to_every_stage_that_reads_it() -> None:

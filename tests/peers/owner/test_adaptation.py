@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -113,9 +114,10 @@ def test_a_slow_device_is_told_from_its_own_usual_time() -> None:
 
 def test_first_steps_that_were_disturbed_make_no_device_faster_than_its_profile() -> None:
     senses = Senses({})
-    for seconds in (3.0, 1.0):
-        assert [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(compute_s=seconds))] == []
-    assert not senses.slow
+    assert [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(compute_s=3.0))] == []
+    told = [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(compute_s=1.0))]
+    assert told == [Computes("a", about(0.33))], "what the first steps made known of it was wrong"
+    assert senses.slow.get("a", 1.0) == 1.0
     told = [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(compute_s=1.5))]
     assert told == [Computes("a", about(1.50))]
     told = [shift for _ in range(2 * LASTING_STEPS) for shift in senses.hear(step(compute_s=0.7))]
@@ -496,9 +498,11 @@ async def test_a_poor_line_from_the_owner_is_adapted_to() -> None:
     assert entry["gain"] > 3
 
 
-async def sagging(told_s: float, read_s: float, steps: int = 40) -> tuple[Plan, Plan | None, list[Any]]:
+async def sagging(
+    told_s: float, read_s: float, steps: int = 40, can_move: Callable[[int], bool] = lambda step: True
+) -> tuple[Plan, Plan | None, list[Any]]:
     """The plan of a job whose data was said to take so long for a step, which it does not; a link sags after 12 steps. What it goes
-    over to, and what was told of decisions."""
+    over to, and what was told of decisions. `can_move`: whether state can, after a step."""
     job = replace(costs(), data_s=told_s / costs().batch_size)
     plan, changes, here = fresh(1.0), list[Change](), FakeMesh(Played([1.0]), True, 1.0)
     newcomers = Newcomers(cast(Any, here), here.profiles, profiles({}))
@@ -510,7 +514,8 @@ async def sagging(told_s: float, read_s: float, steps: int = 40) -> tuple[Plan, 
             seconds = max(step_s(plan, factor), read_s)
             here.pass_by(seconds)
             report = report_of(step, 400, plan, seconds, factor)
-            found = await adapter.hear(replace(report, observed=replace(report.observed, data_s=read_s)), can_move=True)
+            report = replace(report, observed=replace(report.observed, data_s=read_s))
+            found = await adapter.hear(report, can_move=can_move(step))
             if found is not None:
                 break
     kinds = (Event.PLAN_CHANGES, Event.PLAN_STAYS)
@@ -534,3 +539,27 @@ async def test_data_that_has_become_slow_is_no_reason_to_go_over() -> None:
     assert found is None
     assert f"data: the samples of a step take {long_s:.2g} s" in told[0]["cause"]
     assert (await sagging(0.0, 0.0))[1] is not None
+
+
+async def test_a_change_that_could_not_be_made_after_one_step_is_made_after_the_next() -> None:
+    asked: list[int] = []
+    for refused in (None, 0):
+        steps: list[int] = []
+
+        def can_move(step: int, steps: list[int] = steps, refused: int | None = refused) -> bool:
+            steps.append(step)
+            return refused is None or step != asked[0]
+
+        assert (await sagging(0.0, 0.0, can_move=can_move))[1] is not None
+        asked.append(steps[-1])
+    assert asked[1] == asked[0] + 1
+
+
+async def test_a_change_that_did_not_pay_before_the_end_keeps_no_later_one_from_it() -> None:
+    """The link sags a little, when so few steps are left that a change gains less than it takes; then there is next to none."""
+    factors = [1.0] * 15 + [0.5] * 75 + [0.01] * 15
+    with capture_logs() as logged:
+        played = await rehearse(factors, steps=len(factors))
+    told = [entry["event"] for entry in logged if entry["event"] != Event.PLAN_STAYS]
+    assert told == [Event.PLAN_STAYS_TO_THE_END, Event.PLAN_CHANGES, Event.PLAN_CHANGED]
+    assert [step >= 90 for step in played.changes] == [True]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
-from meshcee.errors import PlanError
+from meshcee.errors import PlanError, ProtocolError
 from meshcee.figures import JobCosts, LinkProfile, Versions
 from meshcee.plan import Plan
 from peers.planning import PlanRequest
@@ -73,6 +74,31 @@ def test_a_plan_that_is_not_what_was_asked_for_is_refused(answered: Plan, why: s
     request.check(on(peers=("p0", "nobody here yet")), KNOWN)
     with pytest.raises(PlanError, match=why):
         request.check(answered, KNOWN)
+
+
+def test_a_plan_that_members_have_no_memory_for_is_refused() -> None:
+    request, small = PlanRequest(ASKED, stages=2), replace(DEVICES["a"], memory_bytes=10**6)
+    with pytest.raises(PlanError, match=r"p1 needs .* for this plan and has 976.6 KiB"):
+        request.check(PLAN, {**KNOWN, "p1": small})
+    request.check(PLAN, {"p3": small})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"blocks": JOB.blocks * 65}, "512 blocks at most, and the job has 520"),
+        ({"batch_size": 1 << 17, "micro_batch": 1}, "65536 micro-batches a step at most, and the job has 131072"),
+        ({"blocks": JOB.blocks * 64}, None),
+        ({"batch_size": 1 << 17, "micro_batch": 2}, None),
+        ({"batch_size": 1 << 24, "micro_batch": None}, None),
+    ],
+)
+def test_a_coordinator_plans_no_job_that_would_keep_it_busy_for_hours(
+    changes: dict[str, Any], says: str | None
+) -> None:
+    frame = PlanRequest(replace(ASKED, **changes)).frame()
+    with pytest.raises(ProtocolError, match=says) if says else nullcontext():
+        PlanRequest.from_frame(frame)
 
 
 def test_a_codec_of_the_job_is_for_all_boundaries() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from meshcee.capture import capture
 from meshcee.errors import PlanError, UsageError
+from peers.node.assemble import InProcess, JoinOptions
 from peers.planning.given import check_plan, placed
 from tests.peers.groups.test_groups import mixing_job
 from tests.peers.member.test_training import make_job
@@ -36,6 +37,25 @@ def test_a_plan_must_fit_its_job() -> None:
         check_plan(PLAN, replace(job, batch_size=12), captured)
     with pytest.raises(PlanError, match="micro_batch_size 3"):
         check_plan(PLAN, replace(job, micro_batch_size=3), captured)
+
+
+async def test_a_plan_that_members_have_no_memory_for_is_refused_unless_nothing_is_measured() -> None:
+    job = make_job(batch_size=12)
+    captured = capture(job)
+    plan = even_plan(captured.train.num_blocks, 2, 12, 6)
+    async with InProcess(JoinOptions(memory_bytes=1 << 30)) as here:
+        for name in ("p0", "p1"):
+            await here.start(name)
+        mesh = await here.own("owner", None)
+        assert (await mesh.plan(job, captured, given=plan)).plan.peers == placed(plan, mesh.agent.names()).peers
+    async with InProcess(JoinOptions(memory_bytes=1 << 10)) as here:
+        for name in ("p0", "p1"):
+            await here.start(name)
+        mesh = await here.own("owner", None)
+        with pytest.raises(PlanError, match=r"p0 needs .* for this plan and has 1 KiB"):
+            await mesh.plan(job, captured, given=plan)
+        mesh.agent.measures = False
+        await mesh.plan(job, captured, given=plan)
 
 
 def test_several_pipelines_divide_the_batch_and_share_no_statistics() -> None:
