@@ -58,7 +58,7 @@ class Steering:
     def __init__(self, job: Job, callbacks: Sequence[Callback] = (), *, saves: bool = False) -> None:
         self.hyper = HyperSchedule(job.optimizer, job.schedule)
         metrics = ("loss", *job.metrics) if job.eval_data is not None else ()
-        self.control = Control(job.name, metrics=metrics, saves=saves)
+        self.control = Control(job.name, metrics=metrics, saves=saves, evaluates=0 < job.eval_every < job.steps)
         self.listeners = Listeners(callbacks, self.control)
         self._job = job
         self.source = source_of(job)
@@ -72,6 +72,12 @@ class Steering:
             from meshcee.sampling.readers import Readers
 
             self.readers = Readers(job)
+
+    def check(self) -> None:
+        """Before all else: UsageError for a schedule that the job outlasts, or of callbacks that hear of nothing in this run."""
+        HyperSchedule(self._job.optimizer, self._job.schedule).check(self._job.steps)
+        if (call := self.listeners.event("on_begin")) is not None:
+            call()
 
     def begin(self, captured: Capture) -> None:
         """Before the first step: callbacks may not change what the model and the loss compute with any more."""
@@ -257,9 +263,11 @@ class Feed:
         with calling(f"Job.weight of step {step + 1}"):
             own = [float(self._job.weight(target)) for target in targets]
         total = sum(own)
-        if not total > 0:
-            raise UsageError(f"the weights of step {step + 1} add up to {total}; Job.weight must be positive somewhere")
         self.weighed[step] = total
+        if not any(own):  # none of its labels counts
+            return (0.0,) * count
+        if not total > 0:
+            raise UsageError(f"the weights of step {step + 1} add up to {total}; Job.weight gives no number below 0")
         return tuple(w / total for w in own)
 
 
