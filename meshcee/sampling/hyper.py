@@ -57,10 +57,10 @@ class HyperSchedule:
         """UsageError for a schedule that fails before the last of so many steps. Of very many it tries what `LOOK_S` allows."""
         until_s = time.monotonic() + LOOK_S
         try:
-            for step in itertools.chain(range(KEPT_EVERY, steps - 1, KEPT_EVERY), [steps - 1]):
-                if time.monotonic() > until_s:
+            for step in itertools.chain(range(0, steps - 1, KEPT_EVERY), [steps - 1]):
+                if self._scheduler is None or time.monotonic() > until_s:
                     return
-                self.at(step)
+                self._go_to(step)
         except UsageError as error:
             raise UsageError(f"the schedule does not last for steps={steps}: {error}") from error
 
