@@ -421,7 +421,7 @@ def _weights(job: Job, targets: list[Any]) -> list[float]:
     if job.weight is None:
         return [job.batch_size // len(targets) / job.batch_size] * len(targets)
     own = [float(job.weight(y)) for y in targets]
-    return [w / sum(own) for w in own]
+    return [w / sum(own) for w in own] if any(own) else own  # a step in which no label counts has no gradient
 
 
 def _state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -27,6 +27,9 @@ class Callback:
     waits: ClassVar[str] = "evaluations"
     passes_on: ClassVar[bool] = False  # a callback of meshcee's that calls code of the user's
 
+    def on_begin(self, run: Control) -> None:
+        """Before all else: raise UsageError for what this run lacks. `run.metrics` are those of its evaluations."""
+
     def on_plan(self, run: Control, plan: Any) -> None:
         """The first plan: a meshcee Plan, as `result.plan`."""
 

@@ -21,7 +21,7 @@ WISHES = frozenset({"lr_changes", "evaluations", "checkpoints", "kept_checkpoint
 
 
 class Change(NamedTuple):
-    """From this step on every group's rate is multiplied, and then raised to `least`."""
+    """From this step on every group's rate is multiplied, and then raised to `least`; a rate that is lowered is never raised."""
 
     step: int
     times: float
@@ -29,10 +29,15 @@ class Change(NamedTuple):
 
 
 class Control:
-    """Of one run, by its job's name; `metrics` are those that its evaluations have. All threads may ask at any time."""
+    """Of one run, by its job's name; `metrics` are those that its evaluations have. All threads may ask at any time.
 
-    def __init__(self, name: str = "job", *, metrics: Sequence[str] = (), saves: bool = False) -> None:
-        self.name, self.metrics, self._saves = name, tuple(metrics), saves
+    `saves`: the run has a folder. `evaluates`: it evaluates before its last step, whoever asks for it.
+    """
+
+    def __init__(
+        self, name: str = "job", *, metrics: Sequence[str] = (), saves: bool = False, evaluates: bool = True
+    ) -> None:
+        self.name, self.metrics, self.saves, self.evaluates = name, tuple(metrics), saves, evaluates
         self._lock = threading.Lock()
         self._next = 0
         self._changes: list[Change] = []  # by step
@@ -83,7 +88,8 @@ class Control:
     def scale_lr(self, times: float, *, least: float = 0.0, step: int | None = None) -> int:
         """Multiply every rate that the schedule gives, from this step or the next that begins; it goes no lower than `least`.
 
-        Returns the step. Changes add up, in the order of their steps.
+        A rate that is below `least` already stays, where `times` is below 1. Returns the step. Changes add up, in the order of
+        their steps.
         """
         if not (0 < times < math.inf and 0 <= least < math.inf):
             raise UsageError(f"scale_lr({times!r:.40}, least={least!r:.40}): a positive factor, and a rate")
@@ -115,7 +121,7 @@ class Control:
             found.append(wish)
 
     def _check_saves(self) -> None:
-        if not self._saves:
+        if not self.saves:
             raise UsageError(
                 "a checkpoint is asked for, and this run has no folder: join a mesh, use the command line, or say keeps=True"
             )
@@ -139,7 +145,9 @@ class Control:
         found = [dict(group) for group in groups]
         for group in found if changes else ():
             for change in changes:
-                group["lr"] = max(group["lr"] * change.times, change.least)
+                lr = max(group["lr"] * change.times, change.least)
+                if lr < group["lr"] or not 0 < change.times < 1:  # as torch's ReduceLROnPlateau, with eps=0
+                    group["lr"] = lr
         return tuple(found)
 
     def evaluates_after(self, step: int) -> bool:
@@ -148,15 +156,13 @@ class Control:
     def saves_before(self, step: int) -> bool:
         return step in self._checkpoints
 
-    def put_off(self, step: int) -> None:
-        """Members have no room for a copy before this step: the next will do."""
+    def put_off(self, step: int) -> bool:
+        """Members have no room for a copy before this step: the next will do. Whether this state was to be kept; no other is."""
         with self._lock:
             if step in self._checkpoints:
                 self._checkpoints = self._checkpoints - {step} | {step + 1}
                 self._note("checkpoints", step + 1)
-            if step in self._spared:
-                self._spared = [s + (s == step) for s in self._spared]
-                self._note("kept_checkpoints", step + 1)
+            return step in self._spared
 
     @property
     def is_stopping(self) -> bool:

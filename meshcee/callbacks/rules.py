@@ -35,6 +35,15 @@ class _OnMetric(Callback, ABC):
         self._heard: list[tuple[int, float]] = []
         self._restart()
 
+    def on_begin(self, run: Control) -> None:
+        if self.metric not in run.metrics:
+            known = ", ".join(sorted(run.metrics)) or "none: give the job eval_data, and eval_every"
+            raise UsageError(
+                f"{type(self).__name__} looks at {self.metric!r:.80} of evaluations, and the metrics of these are {known}"
+            )
+        if not run.evaluates:
+            log.warning(Event.EVALUATED_ONCE, callback=type(self).__name__)
+
     def _value(self, metrics: Mapping[str, float]) -> float:
         if self.metric not in metrics:
             raise UsageError(
@@ -88,6 +97,11 @@ class KeepBest(_Best):
 
     def __init__(self, metric: str = "loss", *, mode: str = "min") -> None:
         super().__init__(metric, mode)
+
+    def on_begin(self, run: Control) -> None:
+        super().on_begin(run)
+        if not run.saves:
+            raise UsageError("KeepBest saves, and this run has no folder: join a mesh, or say keeps=True")
 
     def on_evaluate(self, run: Control, report: Any) -> None:
         if self._tell(report.step + 1, self._value(report.metrics)):
@@ -147,6 +161,10 @@ class ReduceOnPlateau(_OnMetric):
         min_lr: float = 0.0,
         **options: Any,
     ) -> None:
+        if not (isinstance(factor, int | float) and 0 < factor < 1):
+            raise UsageError(f"factor={factor!r:.40}: a number between 0 and 1")
+        if not (isinstance(min_lr, int | float) and 0 <= min_lr < math.inf):
+            raise UsageError(f"min_lr={min_lr!r:.40}: one rate, of all groups, and not negative")
         self._factor, self._min_lr = factor, min_lr
         self._options = options
         super().__init__(metric, mode)
@@ -168,25 +186,13 @@ class ReduceOnPlateau(_OnMetric):
             run.scale_lr(self._factor, least=self._min_lr)
 
 
-def rules(
-    keep_best: str | None, early_stop: int | None, metrics: Collection[str], *, saves: bool
-) -> tuple[Callback, ...]:
-    """What train(keep_best="loss", early_stop=3) stands for, in a job whose evaluations have these metrics.
-
-    UsageError where evaluations have no such metric, where it is no loss, and where nothing is saved.
-    """
+def rules(keep_best: str | None, early_stop: int | None, metrics: Collection[str]) -> tuple[Callback, ...]:
+    """What train(keep_best="loss", early_stop=3) stands for. UsageError for one of the job's own `metrics` that is no loss."""
     metric = keep_best or "loss"
-    if metric not in metrics:
-        known = ", ".join(sorted(metrics)) or "none: give the job eval_data, and eval_every"
-        raise UsageError(
-            f"keep_best and early_stop look at {metric!r:.80} of evaluations, and the metrics of these are {known}"
-        )
-    if not metric.endswith("loss"):
+    if metric in metrics and not metric.endswith("loss"):
         raise UsageError(
             f"keep_best is for a loss, of which less is better; for another metric: callbacks=[meshcee.KeepBest({metric!r:.80}, "
             "mode='max'), meshcee.EarlyStop(...)]"
         )
-    if keep_best is not None and not saves:
-        raise UsageError("keep_best saves, and this run has no folder: join a mesh, or say keeps=True")
     kept: tuple[Callback, ...] = () if keep_best is None else (KeepBest(metric),)
     return kept if early_stop is None else (*kept, EarlyStop(metric, patience=early_stop))

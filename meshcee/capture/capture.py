@@ -142,9 +142,10 @@ class Capture:
             given = inputs.get(name)
             if given is None or not value.admits(given):
                 sized = given is not None and given.dtype == value.dtype
-                advice = (
-                    "begin data with such a sample, or pad all to one length" if sized else "give all samples one type"
+                padded, typed = (
+                    ("eval_data", "eval_data the types of data") if forward_only else ("all", "all samples one type")
                 )
+                advice = f"begin data with such a sample, or pad {padded} to one length" if sized else f"give {typed}"
                 return (
                     f"{name} is {'missing' if given is None else _said(given.dtype, given.shape)}, and in the samples that capture "
                     f"looked at (the first, and some all over the data) {_said(value.dtype, value.shape)}: {advice}"

@@ -1,4 +1,4 @@
-"""Each metric of a job once, on a real micro-batch of `eval_data`, before the first step: or hours may pass before it fails.
+"""Some of `eval_data`, and each metric of a job once, before the first step: or hours may pass before an evaluation fails.
 
 The idea: what is wrong with the form of an output or a target fails with any weights, so the job is refused. An error of
 values, as a division by no hits, may be gone once the model is trained, so it is told and the run begins.
@@ -7,6 +7,7 @@ values, as a division by no hits, may be gone once the model is trained, so it i
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,18 +18,36 @@ from meshcee.sampling import NO_STEP, batch_of, generators_put_back
 from meshcee.stage import Chain
 from meshcee.user_code import calling
 
-__all__ = ["try_metrics"]
+__all__ = ["try_data", "try_metrics"]
+
+LOOKED_AT = 8  # micro-batches
+LOOK_S = 1.0  # for those behind the first and the last
 
 _OF_VALUES = (ArithmeticError, ValueError)
 
 
+def try_data(job: Job, captured: Capture, size: int) -> None:
+    """Raises UsageError where a micro-batch of `eval_data` is none that the graph holds for: the first, the last, some between."""
+    last, until_s = (len(job.eval_data) - 1) // size, time.monotonic() + LOOK_S
+    with generators_put_back():
+        for micro in dict.fromkeys((0, last, *(k * last // LOOKED_AT for k in range(LOOKED_AT)))):
+            if micro not in (0, last) and time.monotonic() > until_s:
+                return
+            if said := captured.misfit(captured.inputs_of(_batch(job, size, micro)), forward_only=True):
+                raise UsageError(f"eval_data, micro-batch {micro + 1}: {said}")
+
+
+def _batch(job: Job, size: int, micro: int) -> tuple[Any, Any]:
+    """As it is fed."""
+    first = micro * size
+    indices = range(first, min(first + size, len(job.eval_data)))
+    return batch_of(job.eval_data, indices, job.seed, NO_STEP, first, name="eval_data", collate=job.collate)
+
+
 def try_metrics(job: Job, captured: Capture, size: int, say: Callable[[str], None]) -> None:
     """Raises UsageError with a metric's name and the user's line where it fails on the first micro-batch of `eval_data`."""
-    indices = range(min(size, len(job.eval_data)))
     with generators_put_back():
-        batch = batch_of(job.eval_data, indices, job.seed, NO_STEP, name="eval_data", collate=job.collate)
-        if said := captured.misfit(captured.inputs_of(batch), forward_only=True):
-            raise UsageError(f"eval_data, micro-batch 1: {said}")
+        batch = _batch(job, size, 0)
         _, output = Chain(job, captured, 1).evaluate(batch)
         for name, metric in job.metrics.items():
             _try(name, metric, output, batch[1], say)

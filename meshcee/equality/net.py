@@ -30,7 +30,7 @@ from meshcee.capture.export import explain
 from meshcee.eager import halve, into_training, on_loan
 from meshcee.equality.blocks import Blocks, Weights, entries, stand_in, without_saving
 from meshcee.equality.lines import line_that
-from meshcee.equality.metrics import try_metrics
+from meshcee.equality.metrics import try_data, try_metrics
 from meshcee.equality.recorder import Recorder, Told, unlike, unlike_backwards, values_of
 from meshcee.equality.watch import Slot, Watch, digest
 from meshcee.errors import CaptureError, MeshceeError, UnequalError, UsageError
@@ -120,6 +120,8 @@ class _Net:
     def run(self, sizes: Sequence[int]) -> None:
         self._look(sizes)
         watch_sizes(self.job, self.captured, [size for size in dict.fromkeys(sizes) if size not in self.compared])
+        if self.job.eval_data is not None and len(self.job.eval_data):
+            try_data(self.job, self.captured, sizes[0])
         fits = COPIES * self.captured.state_bytes <= MEMORY_SHARE * psutil.virtual_memory().available
         if self.job.metrics and self.captured.evaluate and fits and sizes[0] * self._one_s() <= self.budget_s:
             try_metrics(self.job, self.captured, sizes[0], self.say)

@@ -129,6 +129,10 @@ class Bridge(Callback):
 
     # -- what a run tells
 
+    def on_begin(self, run: Control) -> None:
+        if run.metrics and self._outputs is None:  # it evaluates, and without compute_metrics
+            self._is_best({"eval_loss": math.nan})
+
     def on_resume(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
         """The log goes on, and callbacks that have a state hear of the evaluations again."""
         from transformers.trainer_callback import ExportableState

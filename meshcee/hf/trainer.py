@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from meshcee.callbacks import Callback
-from meshcee.errors import UsageError
+from meshcee.errors import CheckpointError, UsageError
 from meshcee.events import Event
 from meshcee.files import Home
 from meshcee.hf import arguments
@@ -191,16 +191,21 @@ class Trainer:
         return counted(self.model, self._counting), {"weight": weight_of}
 
     def _best(self, result: Any) -> Mapping[str, torch.Tensor] | None:
-        """The weights of the best evaluation, where they are wanted and are not the last ones."""
+        """The weights of the best evaluation, where they are wanted, are not the last ones, and came to the disk."""
         step = self.state.best_global_step
         if not self.args.load_best_model_at_end or not step or step == len(result.losses):
             return None
         from peers.state import CheckpointStore
 
         run = Home().run(result.run)
-        checkpoint = CheckpointStore(run.checkpoints).find(str(step), run.id)
-        checkpoint.verify()
-        found = dict(checkpoint.weights(checkpoint.manifest["persistent"]))
+        try:
+            checkpoint = CheckpointStore(run.checkpoints).find(str(step), run.id)
+            checkpoint.verify()
+            found = dict(checkpoint.weights(checkpoint.manifest["persistent"]))
+        except (UsageError, CheckpointError) as error:
+            log.warning(Event.NO_BEST, best=f"{run.id}@{step}", error=str(error))
+            self.state.best_model_checkpoint = None
+            return None
         return found | {other: found[n] for other, n in checkpoint.manifest["aliases"].items() if n in found}
 
     # -- evaluation ----------------------------------------------------------------------------------------------------

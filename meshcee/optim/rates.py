@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from meshcee.errors import UsageError
+from meshcee.optim.optimizer import plain_number
 from meshcee.user_code import calling
 
 __all__ = ["Schedule"]
@@ -38,6 +39,9 @@ class Schedule:
             raise UsageError(f"schedule {name!r} is not a step-driven class of torch.optim.lr_scheduler, nor {ours}")
         if name in WARMUPS and set(options) != WARMUPS[name][1]:
             raise UsageError(f"schedule {name!r} takes {' and '.join(sorted(WARMUPS[name][1]))}, each a count of steps")
+        for key, value in options.items() if name in WARMUPS else ():
+            if type(plain_number(value)) is not int or value < 0:
+                raise UsageError(f"schedule {name!r}: {key}={value!r:.40} is no whole number of steps: say {key}=30")
         chained = options.get("schedulers", ())
         if not isinstance(chained, list | tuple) or not all(isinstance(part, Schedule) for part in chained):
             raise UsageError(f"schedule {name!r}: `schedulers` is a list of meshcee.Schedule(...)")

@@ -8,7 +8,9 @@ goes forward, and a run goes back when it loses a peer: so copies of both are ke
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
+import time
 import warnings
 from collections import deque
 from functools import partial
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 
+from meshcee.errors import UsageError
 from meshcee.optim import Optimizer, Schedule
 from meshcee.user_code import calling
 
@@ -24,6 +27,7 @@ __all__ = ["HyperSchedule", "scheduled"]
 DRIVEN = ("lr", "momentum", "betas")  # what torch's schedulers write
 KEPT_EVERY = 1024  # steps; going back then takes some 30 ms
 MOST_KEPT = 64
+LOOK_S = 2.0
 
 
 class HyperSchedule:
@@ -48,6 +52,17 @@ class HyperSchedule:
                 self._go_to(step)
             groups = self._optimizer.param_groups
             return tuple({k: _plain(g[k]) for k in DRIVEN if k in g} for g in groups)
+
+    def check(self, steps: int) -> None:
+        """UsageError for a schedule that fails before the last of so many steps. Of very many it tries what `LOOK_S` allows."""
+        until_s = time.monotonic() + LOOK_S
+        try:
+            for step in itertools.chain(range(0, steps - 1, KEPT_EVERY), [steps - 1]):
+                if self._scheduler is None or time.monotonic() > until_s:
+                    return
+                self._go_to(step)
+        except UsageError as error:
+            raise UsageError(f"the schedule does not last for steps={steps}: {error}") from error
 
     def _go_to(self, step: int) -> None:
         if step < self._step:

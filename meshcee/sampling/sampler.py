@@ -50,13 +50,15 @@ def digest_of(sampler: Any, seed: int, length: int) -> str:
 
 
 def check_repeats(job: Job) -> None:
-    """UsageError for a sampler that gives another order when it is asked again."""
+    """UsageError for a sampler that gives another order when it is asked again, or other lengths in the first two data epochs."""
     first = _order(Same(job.sampler), job.seed, len(job.data), 0)
     if not torch.equal(first, _drawn(job.sampler, job.seed, len(job.data), 0)):
         raise UsageError(
             "the sampler gives another order when it is asked again, and a run could not go on where it stopped: let it draw from "
             "`random`, `numpy.random` or torch's own generator, or make it a function (data epoch, seed) -> indices"
         )
+    second = len(first) // job.batch_size  # the step that it begins with
+    sampled(job.sampler, job.seed, len(job.data), job.batch_size, min(second, job.steps - 1))
 
 
 @functools.lru_cache(maxsize=3)  # the first data epoch's, this one's, and the one's of who looks back

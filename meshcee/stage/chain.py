@@ -91,7 +91,8 @@ class Chain:
         size = job.micro_batch_size or job.batch_size
         batches = [self._source.batch(step, k, k + size) for k in range(0, job.batch_size, size)]
         weights = [float(job.weight(b[1])) if job.weight else float(size) for b in batches]
-        shares = [w / sum(weights) if job.reduction == "mean" else 1.0 for w in weights]
+        whole = sum(weights) if any(weights) else 1.0
+        shares = [w / whole if job.reduction == "mean" else 1.0 for w in weights]
         self.begin(step)
         losses = []
         if self.order == "late":

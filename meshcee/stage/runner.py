@@ -379,9 +379,9 @@ class StageRunner:
         """Where the backward pass starts, with what, and whether that depends on parameters alone."""
         weights = self._deferral.weights
         if self.spec.is_last:
-            if self._partial and weight == 0:
-                return [], [], []  # our rows hold no target that counts; 0 times the gradient of 0 / 0 is no number
             loss = state.results[0]
+            if self._partial and weight == 0 and not loss.isfinite():
+                return [], [], []  # our rows hold no target that counts; 0 times the gradient of 0 / 0 is no number
             return [loss], [torch.ones_like(loss) * weight], [self.spec.output_numbers[0] in weights]
         roots: list[torch.Tensor] = []
         values: list[torch.Tensor] = []

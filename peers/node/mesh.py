@@ -220,8 +220,7 @@ class Mesh:
         if keep_best is not None or early_stop is not None:
             from meshcee.callbacks.rules import rules
 
-            metrics = ("loss", *job.metrics) if job.eval_data is not None else ()
-            listening = (*listening, *rules(keep_best, early_stop, metrics, saves=self._home is not None))
+            listening = (*listening, *rules(keep_best, early_stop, job.metrics))
         if self._home is not None:
             from peers.owner.story import Story
 

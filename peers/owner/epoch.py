@@ -396,8 +396,9 @@ class Owner:
                     self._keeping is not None
                     and (asked or round.step > feed.start)
                     and not await self._keeping.at(round.step, asked=asked)
+                    and feed.steering.control.put_off(round.step)
                 ):
-                    feed.steering.control.put_off(round.step)
+                    log.warning(Event.NOT_KEPT, next_step=round.step)
                 next_step = round.step + 1
             if self._trace is not None and not round.forward_only:
                 round = await self._trace.ask(round, [link.outbox for link in self._links])

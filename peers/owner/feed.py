@@ -11,12 +11,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+import structlog
 import torch
 
 from meshcee.callbacks import Callback, Control, Listeners
 from meshcee.capture import Capture
 from meshcee.capture.export import Unchanged
 from meshcee.errors import JoinError, UsageError
+from meshcee.events import Event
 from meshcee.job import At, Job
 from meshcee.plan import Plan, Stage
 from meshcee.role import loss_shares, rows_of
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
 
 __all__ = ["EVERY_S", "Feed", "Portion", "Stalls", "Steering"]
 
+log = structlog.get_logger()
+
 MOST_FED = 2  # steps that are under way before the one that is read
 
 
@@ -58,7 +62,7 @@ class Steering:
     def __init__(self, job: Job, callbacks: Sequence[Callback] = (), *, saves: bool = False) -> None:
         self.hyper = HyperSchedule(job.optimizer, job.schedule)
         metrics = ("loss", *job.metrics) if job.eval_data is not None else ()
-        self.control = Control(job.name, metrics=metrics, saves=saves)
+        self.control = Control(job.name, metrics=metrics, saves=saves, evaluates=0 < job.eval_every < job.steps)
         self.listeners = Listeners(callbacks, self.control)
         self._job = job
         self.source = source_of(job)
@@ -72,6 +76,12 @@ class Steering:
             from meshcee.sampling.readers import Readers
 
             self.readers = Readers(job)
+
+    def check(self) -> None:
+        """Before all else: UsageError for a schedule that the job outlasts, or of callbacks that hear of nothing in this run."""
+        HyperSchedule(self._job.optimizer, self._job.schedule).check(self._job.steps)
+        if (call := self.listeners.event("on_begin")) is not None:
+            call()
 
     def begin(self, captured: Capture) -> None:
         """Before the first step: callbacks may not change what the model and the loss compute with any more."""
@@ -125,6 +135,7 @@ class Feed:
         self._whole: dict[int, list[tuple[Any, Any]]] = {}  # micro-batches of steps that are read once: those being fed
         self.steering = steering or Steering(job)
         self.supply: Supply | None = None  # of training, where the data is elsewhere
+        self._was_idle = False  # for a step whose weights are all 0
         self.weighed: dict[int, float] = {}  # of steps that are fed: what Job.weight adds up to
         self._reported = -1  # the last step that was
         self._was_reported = asyncio.Event()
@@ -257,9 +268,14 @@ class Feed:
         with calling(f"Job.weight of step {step + 1}"):
             own = [float(self._job.weight(target)) for target in targets]
         total = sum(own)
-        if not total > 0:
-            raise UsageError(f"the weights of step {step + 1} add up to {total}; Job.weight must be positive somewhere")
         self.weighed[step] = total
+        if not any(own):
+            if not self._was_idle:
+                self._was_idle = True
+                log.warning(Event.NOTHING_COUNTS, step=step + 1)
+            return (0.0,) * count
+        if not total > 0:
+            raise UsageError(f"the weights of step {step + 1} add up to {total}; Job.weight gives no number below 0")
         return tuple(w / total for w in own)
 
 

@@ -193,6 +193,7 @@ class Training:
     async def run(self) -> None:
         failure: MeshceeError | None = None
         try:
+            await self._listen(self._steering.check)
             if self._captured is None:
                 self._captured = await asyncio.to_thread(capture, self._job)
             self._steering.begin(self._captured)

@@ -52,12 +52,15 @@ class Copying:
         self._far = FarCopying(self._copies, self._links, chosen.far, start)
 
     def is_due(self, next_step: int) -> bool:
+        return self.can_begin(next_step) and self._copies.cadence.is_due(next_step, _now_s())
+
+    def can_begin(self, next_step: int) -> bool:
         """Not before the last is whole, its steps are reported, and others know: until then the one before it is needed."""
         if not self._keepers and not self._replicas:
             return False  # all have refused
         found = self._copies.newest(next_step)
         known = found is None or (found.next_step <= self.reported and self._copies.is_told(found))
-        return self._making is None and known and self._copies.cadence.is_due(next_step, _now_s())
+        return self._making is None and known
 
     def after(self, step: int) -> None:
         """This step has been reported."""
@@ -163,6 +166,7 @@ class Copying:
         self._making = None
         if made.handed:
             self._copies.add(made)
+            self._copies.tell_others(self.reported)  # soon: the next plan's first copies wait for that
             log.debug("copies are handed over", next_step=made.next_step, held_by=made.held_by)
             self.handed_over.set()
             return

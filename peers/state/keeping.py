@@ -74,10 +74,11 @@ class Keeping:
 
     async def at(self, next_step: int, *, asked: bool = False) -> bool:
         """Before this step is fed: ask for what is due, or `asked` for by the user. False if members have no room for that now."""
-        keep = self.copying.is_due(next_step)
         asked = asked and self.saving.can_save and (self._base is None or self._base.next_step != next_step)
-        # Members have room for one copy beside those that they may go back to.
-        save = (asked or self.saving.is_due(next_step)) and (keep or not self.copying.is_first_to_copy)
+        # Members have room for one copy beside those that they may go back to: behind a hand-over, for one that keepers have.
+        first = self.copying.is_first_to_copy
+        keep = self.copying.is_due(next_step) or (asked and first and self.copying.can_begin(next_step))
+        save = (asked or self.saving.is_due(next_step)) and (keep or not first)
         await self.ask(next_step, keep=keep, save=save)
         return save or not asked
 

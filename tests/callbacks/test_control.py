@@ -9,12 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from meshcee.callbacks import Callback, Control, Listeners, called
 from meshcee.callbacks.rules import EarlyStop, KeepBest, ReduceOnPlateau
 from meshcee.errors import UsageError
+from meshcee.events import Event
 
 GROUPS = ({"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 1.0})
 
@@ -64,7 +67,7 @@ def test_what_has_begun_stays_as_it_was() -> None:
     assert (
         [s for s in range(10) if control.evaluates_after(s)] == [5] == [s for s in range(10) if control.saves_before(s)]
     )
-    control.put_off(5)
+    assert not control.put_off(5)
     assert control.saves_before(6)
     assert not control.saves_before(5)
 
@@ -78,13 +81,15 @@ def test_a_control_that_is_restored_evaluates_and_saves_when_that_was_asked_for(
         first.evaluate()
         first.checkpoint(keep=step < 5)
         lines.append(json.loads(json.dumps({"step": step, **first.news(step)})))
-    first.put_off(3)
+    assert first.put_off(3)
     lines.append({"step": 6, **first.news(6)})
     second.restore(lines, 7)
     for control in (first, second):
         assert [s for s in range(10) if control.evaluates_after(s)] == [2, 3, 6]
         assert {s for s in range(10) if control.saves_before(s)} - {3} == {2, 4, 6}
-        assert control.spares([1, 2, 4, 6]) == 4
+        assert control.spares([1, 2, 4, 6]) == 2, (
+            "that before step 3 was to be kept, and was not saved; 4 is another state"
+        )
     assert second.news(7) == {}, "it is written down"
     assert second.next_step == 7
 
@@ -110,6 +115,32 @@ def test_one_checkpoint_is_spared_and_the_one_before_until_it_is_there() -> None
     assert control.spares([1, 4, 7]) == 7
 
 
+HEARD = Control(metrics=["loss"])
+
+
+def test_a_rule_that_hears_of_no_evaluation_until_the_end_is_told_of() -> None:
+    with capture_logs() as logged:
+        for often in (True, False):
+            EarlyStop().on_begin(Control(metrics=["loss"], evaluates=often))
+    assert [line["callback"] for line in logged if line["event"] == Event.EVALUATED_ONCE] == ["EarlyStop"]
+
+
+@given(st.lists(st.floats(1e-9, 1.0), min_size=1, max_size=4), st.floats(0.0, 1.0), st.floats(0.01, 0.99))
+def test_a_plateau_raises_no_rate_and_lowers_each_as_torch_does(
+    groups: list[float], least: float, factor: float
+) -> None:
+    """A group may begin below min_lr."""
+    ours, control = ReduceOnPlateau(factor=factor, min_lr=least, patience=0), Control(metrics=["loss"])
+    theirs = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in groups])
+    rule = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, factor=factor, min_lr=least, patience=0, eps=0.0)
+    for step in range(5):
+        control.begin(step)
+        ours.on_evaluate(control, SimpleNamespace(step=step, metrics={"loss": 1.0}))
+        rule.step(1.0)
+        expected = [group["lr"] for group in theirs.param_groups]
+        assert [group["lr"] for group in control.options(step + 1, [{"lr": lr} for lr in groups])] == expected
+
+
 @pytest.mark.parametrize(
     ("wish", "says"),
     [
@@ -123,6 +154,14 @@ def test_one_checkpoint_is_spared_and_the_one_before_until_it_is_there() -> None
         (lambda control: called(EarlyStop()), "a list"),
         (lambda control: EarlyStop(patience=0), "at least 1"),
         (lambda control: KeepBest(mode="best"), "'min' or 'max'"),
+        (lambda control: ReduceOnPlateau(factor=1.0), "a number between 0 and 1"),
+        (lambda control: ReduceOnPlateau(factor=0.0), "a number between 0 and 1"),
+        (lambda control: ReduceOnPlateau(min_lr=[0.1, 0.2]), r"min_lr=\[0.1, 0.2\]: one rate, of all groups"),  # type: ignore
+        (lambda control: ReduceOnPlateau(min_lr=math.nan), "min_lr=nan"),
+        (lambda control: EarlyStop("accuracy").on_begin(HEARD), "looks at 'accuracy' of evaluations, .* are loss"),
+        (lambda control: ReduceOnPlateau("f1").on_begin(HEARD), "looks at 'f1' of evaluations"),
+        (lambda control: KeepBest().on_begin(HEARD), "no folder"),
+        (lambda control: EarlyStop().on_begin(control), "metrics of these are none: give the job eval_data"),
         (lambda control: ReduceOnPlateau(cooling=3), "ReduceLROnPlateau.*cooling"),
         (lambda control: ReduceOnPlateau(eps=1e-3), "ReduceLROnPlateau.*eps"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -87,6 +88,27 @@ def test_a_metric_that_cannot_read_the_output_is_told_of_before_the_first_step(
     assert told == []
     with pytest.raises(UsageError, match=says):
         meshcee.check(job_of(metric, returns), stages=(1,), steps=1)
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ((torch.zeros(4, dtype=torch.float64), 0), "micro-batch 3: x is float64 .*: give eval_data the types of data"),
+        (
+            (torch.zeros(5), 0),
+            r"micro-batch 3: x is float32 \(.*5\).*: begin data with such a sample, or pad eval_data",
+        ),
+    ],
+)
+def test_held_out_samples_that_the_graph_does_not_hold_for_are_told_of_before_the_first_step(
+    odd: Any, says: str
+) -> None:
+    """Also without metrics: a run ended at its first evaluation."""
+    told: list[Any] = []
+    job = replace(job_of(lambda out, y: 0.0, scores), metrics={}, eval_data=[*SAMPLES[:8], odd], eval_every=1)
+    with pytest.raises(UsageError, match=f"^eval_data, {says}"):
+        meshcee.train(job, local=1, on_report=told.append)
+    assert told == []
 
 
 class Counts:

@@ -279,6 +279,11 @@ def test_what_is_no_number_is_never_the_best(tmp_path: Path) -> None:
 
 def test_a_metric_that_evaluations_do_not_have_is_named(tmp_path: Path) -> None:
     story = Story(best(tmp_path, metric_for_best_model="f1"))
+    for wanted in ("loss", None):
+        begun = Story(best(tmp_path, metric_for_best_model=wanted))
+        begun.call(begun.listeners.event("on_begin"))
+    with pytest.raises(UsageError, match="metric_for_best_model='f1': evaluations have eval_loss"):
+        story.call(story.listeners.event("on_begin"))
     with pytest.raises(UsageError, match="metric_for_best_model='f1': evaluations have"):
         story.step(0, 0.1)
 

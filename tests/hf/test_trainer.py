@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from asyncio import CancelledError
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from structlog.testing import capture_logs
 
 import meshcee
+from meshcee.callbacks import Control
 from meshcee.errors import CaptureError, UsageError
 from meshcee.events import Event
 from meshcee.files import Home
@@ -176,6 +178,34 @@ def test_a_classifier_is_measured_on_the_whole_set_and_its_best_state_comes_back
     trainer.save_model()
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(args.output_dir)
     assert equal(loaded.state_dict(), trainer.model.state_dict())
+
+
+def test_where_the_best_state_is_not_on_the_disk_the_model_has_the_last_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, or members without room for a copy: train() failed after its last step, and the model had no weights."""
+    figures = itertools.count(0, -1)
+    every: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+    trainer = Trainer(
+        classifier(),
+        arguments(
+            tmp_path, **every, load_best_model_at_end=True, metric_for_best_model="falls", greater_is_better=True
+        ),
+        train_dataset=reviews(16),
+        eval_dataset=reviews(4),
+        compute_metrics=lambda prediction: {"falls": next(figures)},
+        local=1,
+    )
+    assert trainer.job is not None
+    expected = meshcee.plain(trainer.job)
+    monkeypatch.setattr(Control, "spares", lambda self, on_disk: None)
+    with capture_logs() as logged:
+        trainer.train()
+    assert trainer.state.best_global_step == 1
+    assert [line["best"].partition("@")[2] for line in logged if line["event"] == Event.NO_BEST] == ["1"]
+    assert equal(trainer.model.state_dict(), expected.state_dict)
+    assert trainer.state.best_model_checkpoint is None
+    trainer.save_model()
 
 
 @pytest.mark.cases(1)

@@ -75,6 +75,22 @@ def test_a_schedule_that_goes_back_and_on_gives_the_same_bits(name: str, steps: 
         assert [jumping.at(step) for step in steps] == [expected[step] for step in steps]
 
 
+def test_a_schedule_that_ends_before_the_job_is_found_at_once_however_many_steps_there_are() -> None:
+    optimizer, short = Optimizer("SGD", lr=0.1), Schedule("OneCycleLR", max_lr=0.1, total_steps=100)
+    HyperSchedule(optimizer, None).check(10**9)
+    HyperSchedule(optimizer, short).check(100)
+    for steps in (102, 10**9):
+        with pytest.raises(UsageError, match=rf"does not last for steps={steps}: the schedule, after step 101 failed"):
+            HyperSchedule(optimizer, short).check(steps)
+    table = Schedule(
+        "SequentialLR", schedulers=[short, Schedule("LambdaLR", lr_lambda=[1.0].__getitem__)], milestones=[50]
+    )
+    with pytest.raises(UsageError, match=r"after step 51 failed.*IndexError"):
+        HyperSchedule(optimizer, table).check(90)
+    with mock.patch("meshcee.sampling.hyper.LOOK_S", 0.01):
+        HyperSchedule(optimizer, Schedule("CosineAnnealingLR", T_max=1000)).check(10**7)
+
+
 @pytest.mark.parametrize("name", ["SGD", "RMSprop", "AdamW"])
 def test_what_a_schedule_of_momentum_makes_an_optimizer_keep_is_known(name: str) -> None:
     """Of constructor options alone SGD was taken to keep nothing, and the first copy ended the member's session."""
@@ -139,6 +155,9 @@ def test_a_warm_up_is_that_of_transformers(name: str, of_theirs: str, options: d
             "no other chain",
         ),
         ("CosineWithWarmup", {"warmup": 5}, "steps and warmup"),
+        ("CosineWithWarmup", {"warmup": 0.03, "steps": 1000}, "warmup=0.03 is no whole number of steps: say warmup=30"),
+        ("LinearWithWarmup", {"warmup": 3, "steps": "all"}, "steps='all' is no whole number"),
+        ("ConstantWithWarmup", {"warmup": -1}, "warmup=-1 is no whole number"),
         ("CosineAnnealing", {}, "not a step-driven class"),
         ("cosine", {"T_max": 9}, "'cosine' is not a step-driven .*CosineWithWarmup"),
     ],

@@ -169,6 +169,13 @@ def test_what_no_sampler_may_do_is_refused_with_what_to_do(sampler: Any, says: s
         run()
 
 
+def test_of_later_data_epochs_only_those_that_a_job_comes_to_are_looked_at() -> None:
+    shrinks = lambda epoch, seed: range(40 - 8 * epoch)  # noqa: E731
+    assert repeats(job_of(shrinks, steps=5), keeps=False)
+    with pytest.raises(UsageError, match="gives 32 samples in data epoch 2"):
+        repeats(job_of(shrinks, steps=6), keeps=False)
+
+
 def test_an_order_that_a_run_did_not_have_is_told_by_its_digest() -> None:
     digests = [
         order_digest(job_of(sampler)) for sampler in (None, SequentialSampler(ROWS), SequentialSampler(ROWS[:39]))

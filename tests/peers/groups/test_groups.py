@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshcee.eager import plain
 from meshcee.errors import PeerLostError, PlanError, ProtocolError
 from meshcee.job import Job
 from meshcee.stage.runner import StageRunner
@@ -126,6 +127,23 @@ async def test_a_share_without_any_target_that_counts_adds_nothing() -> None:
     expected = reference(job)
     for name, tensor in trained.state.items():
         torch.testing.assert_close(tensor, expected.state[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+async def test_a_step_in_which_no_label_counts_is_one_of_the_optimizer() -> None:
+    """Its gradients are zeros and not absent: AdamW decays weights and moments."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target, reduction="sum") / (target != -100).sum().clamp(min=1)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(23, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 23)).double()
+    data = [(i % 23, -100 if 24 <= i < 48 else (i + 1) % 23) for i in range(96)]
+    changes: dict[str, Any] = {"model": model, "loss": loss, "data": data, "sampler": lambda epoch, seed: range(96)}
+    job = make_job(**changes, weight=lambda y: float((y != -100).sum()), micro_batch_size=6, schedule=None)
+    trained, expected = await train_shared(job, ((4, 2), (3, 3))), plain(job, 5, 6)
+    assert trained.losses == pytest.approx(expected.losses, rel=1e-12)
+    for name, tensor in trained.state.items():
+        torch.testing.assert_close(tensor, expected.state_dict[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
 async def test_bf16_on_groups_stays_near_and_replicas_equal() -> None:

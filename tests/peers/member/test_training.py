@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from structlog.testing import capture_logs
 from torch import nn
 
+from meshcee import check
 from meshcee.config import Limits
 from meshcee.eager import plain
 from meshcee.errors import MeshceeError, NonFiniteLossError, PeerLostError, PlanError, ProtocolError, UsageError
+from meshcee.events import Event
 from meshcee.files.tensor_files import save
 from meshcee.job import Job
 from meshcee.optim import Optimizer, Schedule
@@ -252,6 +255,29 @@ async def test_micro_batches_are_weighed_by_the_jobs_own_weights() -> None:
     for name, tensor in trained.state.items():
         assert torch.equal(tensor, expected.state[name]), name
     assert trained.losses == plain(make_job(loss=loss, weight=job.weight), 5, 6).losses
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+async def test_a_step_in_which_no_label_counts_is_the_plain_loops(stages: int) -> None:
+    """Its gradients are zeros, and AdamW steps with them all the same."""
+
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, target, reduction="sum") / (target != -100).sum().clamp(min=1)
+
+    data = [(x, -100 if 24 <= i < 48 else y) for i, (x, y) in enumerate(Pairs(96)[i] for i in range(96))]
+    weight = lambda y: float((y != -100).sum())  # noqa: E731
+    more = {"sampler": lambda epoch, seed: range(96), "micro_batch_size": 6}
+    job = make_job(data=data, loss=loss, weight=weight, **more)
+    with capture_logs() as logged:
+        trained, expected = await train(job, stages, 6), plain(job, 5, 6)
+    assert [entry["step"] for entry in logged if entry["event"] == Event.NOTHING_COUNTS] == [2]
+    assert trained.losses == expected.losses
+    assert [found == 0.0 for found in trained.losses] == [False, True, False, False, False]
+    for name, tensor in trained.state.items():
+        assert torch.equal(tensor, expected.state_dict[name]), name
+    assert (await asyncio.to_thread(check, job, stages=(stages,), steps=2)).equal
+    with pytest.raises(UsageError, match=r"weights of step 1 add up to -4\.0; Job.weight gives no number below 0"):
+        await train(replace(job, weight=lambda y: -1.0), 1, 6)
 
 
 async def test_clipping_in_double_precision_equals_the_plain_loop() -> None:

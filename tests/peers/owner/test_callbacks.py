@@ -329,15 +329,21 @@ async def test_the_short_words_for_both_do_the_same(tmp_path: Path) -> None:
     ("changes", "asked", "says"),
     [
         ({"eval_data": None}, {"early_stop": 3}, "metrics of these are none: give the job eval_data"),
-        ({}, {"keep_best": "accuracy"}, "look at 'accuracy' of evaluations, and the metrics of these are loss"),
+        ({}, {"keep_best": "accuracy"}, "looks at 'accuracy' of evaluations, and the metrics of these are loss"),
         ({"metrics": {"f1": lambda output, y: 1.0}}, {"keep_best": "f1"}, r"KeepBest\('f1', mode='max'\)"),
-        ({}, {"keep_best": "loss"}, "keep_best saves, and this run has no folder"),
+        ({}, {"keep_best": "loss"}, "KeepBest saves, and this run has no folder"),
         ({}, {"early_stop": 0}, "patience is a number of evaluations"),
+        ({}, {"callbacks": [meshcee.EarlyStop("accuracy")]}, "looks at 'accuracy' of evaluations, and the metrics"),
+        (
+            {"schedule": Schedule("OneCycleLR", max_lr=0.1, total_steps=5)},
+            {},
+            "does not last for steps=10: .*after step 6",
+        ),
     ],
 )
 async def test_what_they_cannot_do_is_told_before_the_first_step(changes: Any, asked: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        await run(job_of(**changes), [], **asked)
+        await run(job_of(**changes), **{"callbacks": [], **asked})
 
 
 async def test_the_best_state_is_still_the_best_when_the_run_is_resumed(tmp_path: Path) -> None:
@@ -481,7 +487,6 @@ def late(run: Control, report: Any) -> None:
         (fails, rf"failed at {__file__}:\d+: ValueError: mine"),
         (saves, "no folder"),
         (late, r"step 1 was to change, but step \d+ has begun"),
-        (meshcee.EarlyStop("accuracy"), "looks at 'accuracy', and evaluations have loss"),
         (lambda run, report: run.scale_lr(-1.0), "a positive factor"),
         (Callback, "a meshcee.Callback or a function"),
     ],

@@ -14,6 +14,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
+from meshcee.callbacks import Callback, Control
 from meshcee.eager import plain
 from meshcee.errors import ProtocolError
 from meshcee.events import Event
@@ -24,6 +25,7 @@ from peers.node.mesh import Mesh
 from peers.owner.adaptation import Adaptation
 from peers.owner.diary import Numbers
 from peers.owner.epoch import Report
+from peers.state.checkpoint import CheckpointStore
 from peers.state.copying import Copying
 from peers.state.keeping import Keeping, Supplies
 from peers.state.manifest import CopySet, Manifest
@@ -266,6 +268,30 @@ async def test_a_user_who_stops_where_nobody_had_room_for_the_weights_has_them(
     assert result.losses == losses
     for name, tensor in model.state_dict().items():
         assert torch.equal(result.state_dict[name], tensor), name
+
+
+async def test_a_state_that_is_to_be_kept_as_plans_change_is_that_state(
+    tmp_path: Path, moving: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best one, say: the new plan has no copies, and none are due."""
+
+    class Asks(Callback):
+        waits = "steps"
+
+        def on_step(self, run: Control, report: Report) -> None:
+            if report.step == LAST:
+                asked.append(run.next_step)
+                run.checkpoint(keep=True)
+
+    home, asked, is_due = Home(tmp_path), list[int](), Copying.is_due
+    monkeypatch.setattr(Copying, "is_due", lambda self, step: not self.is_first_to_copy and is_due(self, step))
+    told: list[Report] = []
+    async with a_mesh(home, 3) as (_, mesh):
+        result = await train(mesh, told.append, callbacks=[Asks()])
+    assert_undisturbed(result, told, home)
+    assert result.plan == moving[1]
+    assert asked == [LAST + 1]
+    assert asked[0] in [found.next_step for found in CheckpointStore(home.run("last").checkpoints).complete()]
 
 
 async def test_what_was_still_awaited_of_other_copies_is_let_pass_once() -> None:

@@ -127,6 +127,36 @@ def test_copies_of_which_the_owner_alone_knows_replace_none() -> None:
         assert breaks(story)
 
 
+def test_a_checkpoint_that_is_asked_for_behind_a_hand_over_comes_with_the_first_copies_of_the_plan() -> None:
+    """No copies are due, and members have no room for two: a best state was put off until they were, and was another by then."""
+
+    async def asked() -> None:
+        epoch = Kept()
+        await epoch.ask(4, keep=True)
+        epoch.near(4)
+        epoch.copying.hand_over(9)
+        for link, offer in zip(epoch.links, offers()):
+            epoch.copying.hear(link, described(offer, 9))
+        epoch.copies.cadence.every = 1000
+        nothing: Any = SimpleNamespace(state={}, kept={})
+        supplies = Supplies(
+            copies=epoch.copies, keepers=Keepers({"p0": "p1", "p1": "p0"}, {}), store=cast(Any, mock.Mock())
+        )
+        following = Keeping(supplies, epoch.links, nothing, 9, nothing, lambda event: event.wait())
+        assert following.copying.is_first_to_copy
+        assert await following.at(10, asked=True)
+        assert following.copying.making == [10] == following.saving.reading
+        following.saving.settled.set()
+        assert not await following.at(11, asked=True), "two would be more than they have room for"
+
+    def story() -> None:
+        run(asked())
+
+    story()
+    with changed(Keeping, " or (asked and first and self.copying.can_begin(next_step))", ""):
+        assert breaks(story)
+
+
 def test_the_list_is_told_when_its_newest_copies_go() -> None:
     told: list[list[int]] = []
     copies = Manifest(lambda found: told.append([c.next_step for c in found]))
