@@ -1,8 +1,8 @@
-"""Standard output and standard error that no disk can stop.
+"""Standard output and standard error that no disk and no letter can stop.
 
 The idea: what a full disk refuses of a log must end nothing, least of all the run that warns of that disk. So it is dropped, line
 by line, and once there is room again a line in its place says how many are missing. It is done below Python's own buffer, which
-would keep a part of what was refused, and raise again for it when the process ends.
+would keep a part of what was refused, and raise again for it when the process ends. A letter that cannot be encoded is spelled out.
 """
 
 from __future__ import annotations
@@ -75,5 +75,6 @@ def steady_output() -> None:
         raw = getattr(buffer, "raw", buffer)  # Python has no buffer of its own where it was told so (-u)
         if isinstance(raw, io.RawIOBase) and not isinstance(raw, Steady):
             stream.flush()
-            as_before = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
-            setattr(sys, name, io.TextIOWrapper(Steady(raw, stream), **as_before))
+            as_before = {key: getattr(stream, key) for key in ("encoding", "line_buffering", "write_through")}
+            errors = "backslashreplace" if stream.errors in ("strict", "surrogateescape") else stream.errors
+            setattr(sys, name, io.TextIOWrapper(Steady(raw, stream), errors=errors, **as_before))

@@ -13,6 +13,7 @@ from typing import Any
 
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.figures import LinkProfile
+from meshcee.files.home import is_retraction
 from meshcee.picture.account import Account, plan_view
 from meshcee.picture.gantt import gantt_of
 from meshcee.picture.layout import places
@@ -94,8 +95,9 @@ class Painter:
         step, loss = int(record.get("step") or 0), figure(record.get("loss"))
         if isinstance(plan := record.get("plan"), Mapping):
             self.plan(plan, self._names, at, step)
+        if loss is not None:  # of a finished step; where the plan is too long for a record, the record has none
             self.series.hear({"step": step, "loss": loss})
-        self._run = replace(self._run, step=step + 1 if plan else 0, loss=loss)
+        self._run = replace(self._run, step=step + 1 if loss is not None else 0, loss=loss)
 
     def begin(self, run: str, info: Mapping[str, Any]) -> None:
         """A run of this machine, from its folder: run.json."""
@@ -136,9 +138,9 @@ class Painter:
         """Many of them, in order, at the price of the curves."""
         for report in reports:
             self.series.hear(report)
-        if reports:
-            newest = next((one["metrics"] for one in reversed(reports) if one.get("metrics")), None)
-            self._reach({**reports[-1], "metrics": newest})
+        if told := [one for one in reports if not is_retraction(one)]:
+            newest = next((one["metrics"] for one in reversed(told) if one.get("metrics")), None)
+            self._reach({**told[-1], "metrics": newest})
 
     def _reach(self, report: Mapping[str, Any]) -> None:
         step, steps = report.get("step"), report.get("steps")

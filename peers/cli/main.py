@@ -548,7 +548,10 @@ def local(
 
 @app.command(epilog="Example: meshcee demo --peers 2 --steps 20")
 def demo(
-    peers: Annotated[int, typer.Option("-n", "--peers", min=1, max=16, help="How many peers train the demo.")] = 4,
+    peers: Annotated[
+        int,
+        typer.Option("-n", "--peers", min=1, max=10, help="How many peers train the demo; its model has 10 blocks."),
+    ] = 4,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps.")] = None,
     ui: ShowUi = False,
     as_json: Json = False,

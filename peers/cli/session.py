@@ -60,7 +60,9 @@ def configure_logging(*, as_json: bool, level: str | None = None) -> None:
     renderer: Any = structlog.processors.JSONRenderer()
     if not as_json:  # with plain tracebacks: with every local variable, one takes hundreds of lines
         plain = structlog.dev.plain_traceback
-        renderer = structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)
+        screen = Screen(stderr=True)
+        colors = screen.is_live and not screen.no_color
+        renderer = structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -111,6 +113,11 @@ class Screen(Console):
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether what stands on it can be drawn anew: it is a terminal that knows escape sequences, whatever FORCE_COLOR says."""
+        return self.is_terminal and self.file.isatty() and not self.is_dumb_terminal
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text), **options)

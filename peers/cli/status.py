@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import math
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -22,7 +23,7 @@ from peers.cli.view import GONE, called, plan_table
 from peers.measure import MOST_MEASURED_BYTES_PER_S
 from peers.node import JoinOptions, join
 
-__all__ = ["report", "run_status", "show", "watch"]
+__all__ = ["report", "run_status", "show", "telling", "watch"]
 
 LOOKS_EVERY_S = 1.0
 
@@ -58,25 +59,30 @@ async def _look(token: str) -> dict[str, Any]:
 
 
 async def _watch(token: str, over: asyncio.Event, up: asyncio.Event, *, as_json: bool) -> None:
-    """On a terminal the screen is drawn anew, and what was seen last stays when it ends; elsewhere changes are printed."""
-    console = Screen()
     async with join(JoinOptions(token=token, name="status", observes=True), Home()) as mesh:
         up.set()
-        if as_json:
-            await watch(mesh.agent.status, lambda data: print(dumps(data), flush=True), over)
-        elif not console.is_terminal:
-            await watch(mesh.agent.status, brief(console), over)
-        else:
-            seen: dict[str, Any] = {}
+        with telling(Screen(), as_json=as_json) as tell:
+            await watch(mesh.agent.status, tell, over)
 
-            def draw(data: dict[str, Any]) -> None:
-                seen.update(data)
-                live.update(report(data), refresh=True)
 
-            with Live(console=console, screen=True, auto_refresh=False) as live:
-                await watch(mesh.agent.status, draw, over)
-            if seen:
-                show(seen, console)
+@contextlib.contextmanager
+def telling(console: Screen, *, as_json: bool = False) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """What shows a mesh. A screen is drawn anew, and what was seen last stays when it ends; elsewhere changes are printed."""
+    if as_json:
+        yield lambda data: print(dumps(data), flush=True)
+    elif not console.is_live:
+        yield brief(console)
+    else:
+        seen: dict[str, Any] = {}
+
+        def draw(data: dict[str, Any]) -> None:
+            seen.update(data)
+            live.update(report(data), refresh=True)
+
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            yield draw
+        if seen:
+            show(seen, console)
 
 
 def brief(console: Screen) -> Callable[[dict[str, Any]], None]:
@@ -160,7 +166,8 @@ def report(data: dict[str, Any]) -> RenderableType:
 
 
 def _run(run: dict[str, Any], names: dict[str, str]) -> str:
-    done = run["state"] if run["plan"] is None else f"step {run['step'] + 1}, loss {run['loss']:.4f}"
+    loss = run.get("loss")  # of a finished step; where the plan is too long for a record, the record has none
+    done = f"step {run['step'] + 1}, loss {loss:.4f}" if loss is not None and math.isfinite(loss) else run["state"]
     return f"run {run['job']}: {done}, owner {names.get(run['owner'], GONE)}"
 
 

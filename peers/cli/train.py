@@ -36,7 +36,7 @@ from peers.mesh_view import named
 from peers.node import JoinOptions, Mesh, Result, join
 from peers.planning import costs_of
 
-__all__ = ["TrainOptions", "run_train"]
+__all__ = ["TrainOptions", "again_with", "run_train"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,8 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     if options.ui:
         needs_ui()
     given = read_plan(options.plan) if options.plan is not None else None
+    if given is not None:
+        _check_said(options, given)
     loggers = called(options.log)  # a library that is missing is told of before anything runs
     address_of(options.metrics)  # here too
     configure_logging(as_json=as_json, level="warning")
@@ -123,7 +125,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         return bool(asked)
 
     view = view_for(as_json=as_json)
-    again = f"{shlex.quote(str(options.job))} " + (f"--local {options.local}" if options.local else "--join TOKEN")
+    again = again_with(options)
     with view:
         start_s = time.perf_counter()
         captured = capture(job)  # before there is a loop: that would keep Ctrl-C waiting until capture has ended
@@ -155,6 +157,34 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     _tell(result, out, as_json=as_json)
     if refused is not None and options.out is not None:
         raise refused
+
+
+def _check_said(options: TrainOptions, plan: Plan) -> None:
+    """Raises UsageError where a given plan is not what the command line asks for besides."""
+    if options.groups is False and plan.shares_samples:
+        raise UsageError("--no-groups and --plan contradict each other: the plan has groups; leave --no-groups out")
+    if options.threads is not None and plan.threads not in (0, options.threads):
+        raise UsageError(
+            f"--threads {options.threads} (or MESHCEE_THREADS) and --plan contradict each other: the plan is for "
+            f"{plan.threads} threads; say --threads {plan.threads}"
+        )
+
+
+def again_with(options: TrainOptions) -> str:
+    """What stands behind `meshcee train` to go on with the run: the file, where, and what was said of numbers and files.
+
+    The token is left to the reader, who is also given `--resume`.
+    """
+    found = [str(options.job), *(["--local", str(options.local)] if options.local else ["--join", "TOKEN"])]
+    for name in ("codec", "mix", "audit", "out", "checkpoint_every", "workers"):
+        if (value := getattr(options, name)) is not None:
+            found += [f"--{name.replace('_', '-')}", str(value)]
+    if options.groups is not None:
+        found.append("--groups" if options.groups else "--no-groups")
+    found += ["--device", options.device] * (options.device != "auto") + ["--compute"] * options.compute
+    for where in options.log:
+        found += ["--log", where]
+    return shlex.join(found)
 
 
 def _tell(result: Result, out: Path | None, *, as_json: bool) -> None:

@@ -5,7 +5,6 @@ The idea: reports are values; this file is the only one that draws them.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -164,12 +163,12 @@ class RichView(LineView):
             self._console.print(f"step {report.step + 1}: {_metrics(report)}", highlight=False)
 
 
-def view_for(*, as_json: bool, console: Console | None = None) -> View:
+def view_for(*, as_json: bool, console: Screen | None = None) -> View:
     """The view that suits standard output. What else is printed meanwhile goes to the same `console`: it moves the bar down."""
     if as_json:
         return JsonView()
-    console = console or Screen()
-    return RichView(console) if sys.stdout.isatty() else LineView(console)
+    screen = console or Screen()
+    return RichView(screen) if screen.is_live else LineView(screen)
 
 
 def called(names: Mapping[str, str]) -> dict[str, str]:

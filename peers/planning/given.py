@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 from meshcee.capture import Capture
 from meshcee.errors import JoinError, PlanError, UsageError
@@ -18,7 +19,7 @@ from meshcee.plan import Plan
 from meshcee.stage import check_pipelines
 from peers.device import versions
 from peers.mesh_view import MeshView
-from peers.planning.coordinator import Planned, check_memory
+from peers.planning.coordinator import LEFT_TO_PLANNER, Planned, check_memory
 from peers.planning.job_costs import costs_of
 
 __all__ = ["check_plan", "given_plan", "placed"]
@@ -49,7 +50,7 @@ def placed(plan: Plan, names: Mapping[str, str]) -> Plan:
 
 
 def check_plan(plan: Plan, job: Job, captured: Capture) -> None:
-    """Raises PlanError where plan and job do not fit."""
+    """Raises PlanError where plan and job do not fit. Of a job with the codec auto a plan may have any codecs."""
     if plan.num_blocks != captured.train.num_blocks:
         raise PlanError(
             f"the plan has {plan.num_blocks} blocks and the job's model {captured.train.num_blocks}; `meshcee capture` lists them"
@@ -65,6 +66,13 @@ def check_plan(plan: Plan, job: Job, captured: Capture) -> None:
         raise PlanError(
             f"the plan's micro_batch is {plan.micro_batch}, the job's micro_batch_size {job.micro_batch_size}"
         )
+    allowed = LEFT_TO_PLANNER.get(job.codec, {"none", job.codec})
+    for here, there in (pair for pipeline in plan.pipelines for pair in pairwise(pipeline.stages)):
+        if job.codec != "auto" and (wrong := {here.codec_out, there.codec_back} - allowed):
+            between = " and ".join(" ".join(m.peer for m in stage.members) for stage in (here, there))
+            raise PlanError(
+                f"the plan has codec {', '.join(sorted(wrong))} between {between}, the job's is {job.codec!r}; auto takes any"
+            )
 
 
 async def given_plan(

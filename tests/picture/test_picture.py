@@ -113,6 +113,18 @@ def test_a_run_of_another_machine_is_drawn_from_its_record() -> None:
     assert over.moments[-1].kind == "ended"
 
 
+def test_a_run_whose_plan_is_too_long_for_its_record_has_steps_and_a_curve() -> None:
+    painter = Painter()
+    record = {"owner": "o", "job": "gpt", "state": "running", "epoch": [7, 1], "plan": None}
+    for at, (step, loss) in enumerate(((0, None), (0, 3.0), (6, 2.0))):
+        painter.look(status("a", "b", runs=[{**record, "step": step, "loss": loss}]), float(at))
+        found = painter.picture(float(at))
+        assert found.run is not None
+        assert (found.run.step, found.run.loss) == (0 if loss is None else step + 1, loss)
+    assert found.plan is None
+    assert (found.curves.steps, found.curves.loss) == ((0, 6), (3.0, 2.0))
+
+
 def test_a_folder_says_better_what_a_record_says_too() -> None:
     painter = Painter()
     painter.begin("run-1", {"name": "gpt", "steps": 100, "plan": plan("a", "b").to_json()})

@@ -43,7 +43,7 @@ _Line = msgspec.defstruct(
     "_Line",
     [
         ("step", int),
-        ("steps", int | None, None),
+        ("steps", int | None | msgspec.UnsetType, msgspec.UNSET),  # every report has them, and no retraction
         *((name, float | None, None) for name in FIGURES),
         ("limit", str, ""),
         ("metrics", dict[str, float | None], {}),
@@ -149,11 +149,12 @@ class FolderSource:
         return SHORT_ID.sub(lambda found: self._names.get(found[1], found[0]), text) if isinstance(text, str) else text
 
     def report(self, line: bytes) -> dict[str, Any] | None:
-        """A line of reports.jsonl; None where it is none."""
+        """A line of reports.jsonl: a report with all that is drawn, or a retraction; None where it is none."""
         try:
-            return msgspec.structs.asdict(self._decoder.decode(line))
+            found = msgspec.structs.asdict(self._decoder.decode(line))
         except msgspec.DecodeError:
             return None
+        return {"step": found["step"], "loss": found["loss"]} if found["steps"] is msgspec.UNSET else found
 
     def read_all(self) -> Painter:
         """To the end of it."""

@@ -21,8 +21,8 @@ import structlog
 import meshcee
 from meshcee.files import Trouble
 from meshcee.files.steady import steady_output
-from peers.cli.session import configure_logging
-from peers.cli.view import view_for
+from peers.cli.session import Screen, configure_logging
+from peers.cli.view import LineView, view_for
 from tests.rig.job_file import JOB
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/a")
@@ -127,6 +127,19 @@ def test_a_closed_pipe_ends_a_command_as_ever(buffered: bool) -> None:
         with pytest.raises(BrokenPipeError):
             print("x", flush=True)
         disk.room = None
+
+
+@pytest.mark.parametrize(("encoding", "errors"), [("latin-1", "strict"), ("ascii", "surrogateescape")])
+def test_a_letter_that_the_output_has_not_is_spelled_out(
+    encoding: str, errors: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member's name could end an owner's run."""
+    disk = SmallDisk(None)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(disk), encoding=encoding, errors=errors))
+    steady_output()
+    LineView(Screen()).note("captured 模型")
+    print("…", flush=True)
+    assert disk.lines == ["captured \\u6a21\\u578b", "\\u2026"]
 
 
 @pytest.mark.slow

@@ -6,15 +6,21 @@ import ast
 import json
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from meshcee._demo_job import job
+from meshcee.capture import capture
 from meshcee.errors import PlanError, UsageError
 from peers.cli.main import app
 from peers.cli.peer import has_own_process
 from peers.cli.plan import read_plan
+from peers.cli.settings.file import subcommands
+from peers.cli.train import TrainOptions, run_train
 from tests.rig.mesh_fixture import even_plan, grouped
 
 ROOM = Path(__file__).resolve().parents[3] / "peers" / "cli"
@@ -33,6 +39,30 @@ def test_an_option_is_declared_once_and_in_one_file() -> None:
                 helps.update(ast.unparse(word.value) for word in node.keywords if word.arg == "help")
     assert files == {"main.py"}
     assert [text for text, count in helps.items() if count > 1] == []
+
+
+def test_the_demo_takes_as_many_peers_as_its_model_has_blocks() -> None:
+    """More were refused when all of them ran, with an option that it has not."""
+    command: Any = dict(subcommands(app))["demo",]
+    most = len(capture(job).costs)
+    with command.make_context("demo", ["--peers", str(most)]) as context:
+        assert context.params["peers"] == most
+    assert CliRunner().invoke(app, ["demo", "--peers", str(most + 1)]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "why"), [({"groups": False}, "--no-groups and --plan contradict"), ({"threads": 3}, "say --threads 2")]
+)
+def test_a_flag_that_a_given_plan_contradicts_is_refused(said: dict[str, Any], why: str, tmp_path: Path) -> None:
+    """The plan was followed without a word."""
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(replace(PLAN, threads=2).to_json()))
+    flags = dict.fromkeys(("join", "out", "stages", "threads")) | said
+    with pytest.raises(UsageError, match=why):
+        run_train(
+            TrainOptions(Path("job.py"), local=2, dry_run=True, compute=False, device="cpu", plan=path, **flags),  # type: ignore[arg-type]
+            as_json=False,
+        )
 
 
 def test_the_old_name_of_a_command_says_the_new_one() -> None:

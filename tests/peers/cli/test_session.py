@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import sys
 from functools import partial
@@ -17,8 +18,10 @@ import meshcee
 from meshcee.errors import UsageError
 from meshcee.files import Home
 from meshcee.user_code import JOB_FILE
+from peers.cli.main import app
 from peers.cli.session import configure_logging, load_job, short_ids, waiting
-from peers.cli.train import TrainOptions, run_train
+from peers.cli.settings.file import subcommands
+from peers.cli.train import TrainOptions, again_with, run_train
 from peers.cli.ui.wishes import mark_stop
 from peers.cli.view import JsonView
 from peers.node import JoinOptions
@@ -155,6 +158,25 @@ def test_a_terminal_shows_that_a_command_is_at_work(
     said = capsys.readouterr()
     assert said.out == ""
     assert ("joining the mesh" in said.err) is moves
+
+
+def test_the_command_that_goes_on_says_what_was_said_of_the_numbers() -> None:
+    """It went on with other bits: with rounded numbers, with groups, or without an audit."""
+    base = {**dict.fromkeys(("join", "stages", "threads", "out", "local")), "dry_run": False, "device": "auto"}
+    few = TrainOptions(job=Path("job.py"), **{**base, "local": 2, "compute": False})  # type: ignore[arg-type]
+    assert again_with(few) == "job.py --local 2"
+    said: dict[str, Any] = {
+        "join": "meshcee2.secret", "compute": True, "device": "cpu", "codec": "lossless", "mix": "devices", "groups": False,
+        "audit": 0.1, "out": Path("w.safetensors"), "log": ("csv:a b.csv", "wandb"), "checkpoint_every": 0, "workers": 2,
+    }  # fmt: skip
+    words = again_with(TrainOptions(job=Path("my job.py"), **{**base, **said}))
+    assert "secret" not in words
+    typed = ["train", *shlex.split(words), "--resume", "last"]
+    command: Any = dict(subcommands(app))["train",]
+    with command.make_context("train", typed[1:]) as context:
+        read = context.params
+    assert read["job"] == Path("my job.py")
+    assert {name: read[name] for name in said} == {**said, "join": "TOKEN", "log": list(said["log"])}
 
 
 def test_a_trace_that_cannot_be_written_costs_no_weights(

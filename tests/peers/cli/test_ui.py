@@ -264,6 +264,26 @@ def test_what_is_torn_or_written_by_others_is_passed_over(tmp_path: Path) -> Non
     FolderSource(run).read_all()
 
 
+def test_steps_that_an_audit_took_back_are_not_drawn(tmp_path: Path) -> None:
+    run = a_run(Home(tmp_path), steps=0)
+    follows = FolderSource(run)
+    told = [report(step, loss=float(step)) for step in range(4)]
+    for lines, losses in (
+        (told, (0.0, 1.0, 2.0, 3.0)),
+        ([{"step": 2, "loss": None}, {"step": 3, "loss": None}], (0.0, 1.0)),
+        ([report(2, loss=9.0)], (0.0, 1.0, 9.0)),
+    ):
+        with run.report_file.open("a") as file:
+            file.writelines(dumps(line) + "\n" for line in lines)
+        for source in (follows, FolderSource(run)):
+            found = source.read_all().picture(1.0)
+            assert found.run is not None
+            assert found.run.loss is not None
+            assert found.curves.steps == tuple(range(len(losses)))
+            assert found.curves.loss == losses
+    assert (found.run.step, found.run.loss) == (3, 9.0)
+
+
 def test_sentences_name_peers_where_errors_of_the_transport_say_the_end_of_an_id(tmp_path: Path) -> None:
     ann, ben, stranger = ("12D3KooW" + "x" * 36 + end for end in ("AnnAnn11", "BenBen22", "nobody33"))
     run = a_run(Home(tmp_path), names={ann: "ann"})

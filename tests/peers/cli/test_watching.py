@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import io
+import math
+import sys
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 
 from meshcee.errors import PlanError
-from peers.cli.session import Screen
-from peers.cli.status import brief, show, watch
+from peers.cli.session import Screen, configure_logging
+from peers.cli.status import brief, show, telling, watch
 from peers.cli.view import GONE, LineView, RichView, called, naming, view_for
 from tests.rig.virtual_time import run
 
@@ -78,13 +81,21 @@ def test_a_pipe_gets_a_line_for_a_step_and_all_when_more_is_new(capsys: pytest.C
     console = Screen()
     console.width = 200
     tell = brief(console)
-    run = {**mesh()["runs"][0], "plan": None, "state": "waiting"}
+    run = {**mesh()["runs"][0], "state": "waiting", "loss": math.nan}
     tell(mesh(runs=[run]))
     assert "2 peers" in capsys.readouterr().out
     tell(mesh(runs=[{**run, "step": run["step"] + 1}]))
     assert capsys.readouterr().out.splitlines() == [f"run {run['job']}: waiting, owner {GONE}"]
     tell(mesh(runs=[]))
     assert "2 peers" in capsys.readouterr().out
+
+
+def test_a_run_without_a_plan_in_its_record_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan of a large mesh is too long for a record."""
+    console = Screen()
+    console.width = 200
+    show(mesh(), console)
+    assert f"run gpt: step 4, loss 2.0000, owner {GONE}" in capsys.readouterr().out
 
 
 def test_a_narrow_terminal_shows_names_and_states(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,6 +149,58 @@ def test_a_terminal_has_a_bar_and_a_pipe_has_lines() -> None:
     assert "4/4" in shown
     assert "loss 2.5000  10.0 samples/s  512 tokens/s  ETA 1:01" in shown
     assert isinstance(view_for(as_json=False, console=terminal), LineView)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("file", "variables", "is_live"),
+    [
+        (Terminal, {"TERM": "xterm"}, True),
+        (Terminal, {"TERM": "dumb"}, False),
+        (io.StringIO, {"TERM": "xterm", "FORCE_COLOR": "1"}, False),
+    ],
+)
+def test_only_a_terminal_that_can_be_drawn_anew_is(
+    file: type[io.StringIO], variables: dict[str, str], is_live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dumb terminal showed no step of `train`, and nothing of `status --watch`."""
+    for name in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    out = file()
+    monkeypatch.setattr(sys, "stdout", out)
+    console = Screen()
+    console.width = 120
+    assert isinstance(view_for(as_json=False, console=console), RichView) is is_live
+    with telling(console) as tell:
+        tell(mesh())
+        assert "run gpt: step 4" in out.getvalue()
+        assert ("\x1b[?1049h" in out.getvalue()) is is_live  # the screen that is put back afterwards
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "has_colours"), [("TERM", "xterm", True), ("TERM", "dumb", False), ("NO_COLOR", "1", False)]
+)
+def test_logs_have_colours_where_they_are_welcome(
+    name: str, value: str, has_colours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("FORCE_COLOR", "NO_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv(name, value)
+    out, before = Terminal(), structlog.get_config()
+    monkeypatch.setattr(sys, "stderr", out)
+    try:
+        configure_logging(as_json=False, level="warning")
+        structlog.get_logger().warning("a member was lost")
+    finally:
+        structlog.configure(**before)
+    assert ("\x1b[" in out.getvalue()) is has_colours
 
 
 def test_a_plan_that_is_only_looked_at_leaves_no_bar() -> None:

@@ -58,6 +58,21 @@ async def test_a_plan_that_members_have_no_memory_for_is_refused_unless_nothing_
         await mesh.plan(job, captured, given=plan)
 
 
+@pytest.mark.parametrize(("codec", "has"), [("lossless", "bf16"), ("none", "lossless"), ("bf16", "int8")])
+@pytest.mark.parametrize("way", ["codec_out", "codec_back"])
+def test_a_plan_rounds_no_more_than_its_job(codec: str, has: str, way: str) -> None:
+    job = mixing_job("")
+    captured = capture(job)
+    (pipeline,) = PLAN.pipelines
+    first, last = pipeline.stages
+    stages = (replace(first, codec_out=has), last) if way == "codec_out" else (first, replace(last, codec_back=has))
+    plan = replace(PLAN, pipelines=(replace(pipeline, stages=stages),))
+    with pytest.raises(PlanError, match=f"codec {has} between p0 p1 and p2, the job's is '{codec}'"):
+        check_plan(plan, replace(job, codec=codec), captured)
+    check_plan(plan, replace(job, codec="auto"), captured)
+    check_plan(PLAN, replace(job, codec=codec), captured)
+
+
 def test_several_pipelines_divide_the_batch_and_share_no_statistics() -> None:
     job = mixing_job("", batch_size=12)
     each = (1, [(1, (6,)), (3, (6,))])
