@@ -40,6 +40,7 @@ class Event(StrEnum):
     COPIES_OUT_OF_REACH = "copies are out of a member's reach"
     NO_KEEPER = "a stage has no keeper: the peer has no memory for its copies"
     NO_FAR_COPIES = "no copies in other regions: the peer has no memory for them"
+    CHECKPOINT_MISSED = "a checkpoint that was asked for was never made: a peer was lost, or the disk refused it"
     CHECKPOINTS_UNREAD = (
         "the disk does not tell which checkpoints there are: the run goes on with what is known of them"
     )

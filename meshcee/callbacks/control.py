@@ -45,6 +45,7 @@ class Control:
         self._told: dict[int, Mapping[str, Any]] = {}  # of reports with wishes, by step
         self._evaluations: set[int] = set()
         self._checkpoints: set[int] = set()
+        self._settled: set[int] = set()  # of these: nothing is to be told of them any more
         self._spared: list[int] = []
         self._stops = False
 
@@ -156,6 +157,13 @@ class Control:
     def saves_before(self, step: int) -> bool:
         return step in self._checkpoints
 
+    def passed_over(self, made: Sequence[int]) -> list[int]:
+        """Checkpoints that were asked for, and in whose place only newer ones were made, by their steps. Each is given once."""
+        with self._lock:
+            passed = {step for step in self._checkpoints - self._settled if step < max(made, default=0)}
+            self._settled |= passed
+        return sorted(passed - {*made})
+
     def put_off(self, step: int) -> bool:
         """Members have no room for a copy before this step: the next will do. Whether this state was to be kept; no other is."""
         with self._lock:
@@ -197,6 +205,7 @@ class Control:
             self._changes = sorted((Change(*change) for change in told("lr_changes")), key=lambda change: change.step)
             self._evaluations, self._checkpoints = set(told("evaluations")), set(told("checkpoints"))
             self._spared, self._next, self._news = told("kept_checkpoints"), next_step, {}
+            self._settled = set(self._checkpoints)  # perhaps by another process
             self._told = {line["step"]: line for line in reports if WISHES & line.keys()}
             asked = next((line["stops"] for line in reversed(reports) if "stops" in line), False)
             self._stops = asked and not is_over

@@ -9,12 +9,17 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 from meshcee.callbacks.callback import Callback
 from meshcee.callbacks.control import Control
 from meshcee.errors import UsageError
+from meshcee.events import Event
 from meshcee.user_code import calling
 
 __all__ = ["Listeners", "called"]
+
+log = structlog.get_logger()
 
 ORDER = ("never", "evaluations", "steps")
 
@@ -58,8 +63,11 @@ class Listeners:
         return _in_turn([self.event("on_step", report), self.event("on_evaluate", report) if report.metrics else None])
 
     def saved(self, found: Iterable[tuple[int, Path]]) -> Callable[[], None] | None:
-        """These checkpoints were made, the oldest first. They hear once of each that is still there."""
-        new = [(steps, folder) for steps, folder in found if steps > self._saved and folder.exists()]
+        """These checkpoints were made, one perhaps twice. They hear once of each that is still there, the oldest first."""
+        made = sorted({*found})
+        for steps in self._control.passed_over([steps for steps, _ in made]):
+            log.warning(Event.CHECKPOINT_MISSED, steps=steps)
+        new = [(steps, folder) for steps, folder in made if steps > self._saved and folder.exists()]
         self._saved = max((self._saved, *(steps for steps, _ in new)))
         return _in_turn([self.event("on_checkpoint", *one) for one in new])
 

@@ -12,6 +12,8 @@ carries out its commands and tells what came of them. The machine knows peers by
                           |    '-(a member has gone since)-.
                           |                                v
                       searching <-- finding <---------- calling <-- (a peer is lost, in any state of an epoch)
+                                       |
+                                       '--> over (nothing is left to do, and the disk has all)
 
     in            event     what follows                                                             next
     turn          Turned    profile, or plan; of another owner's run, call the roll of its members   planning, turn, searching
@@ -42,6 +44,7 @@ carries out its commands and tells what came of them. The machine knows peers by
     calling       Called    leave out who is missed or got no copies, shun who failed, part who lost each other  finding
     finding       Changed   the newer term is known: find the newest state                           finding
     finding       States    go on from copies where they are newer than the disk                     searching, meeting
+    finding       States    all steps are done, or the user stops, and the disk has the newest state: end  over
     searching     Around    welcome who is back; ask for a plan                                      searching
     searching     Called    who answers is back: ask for a plan                                      searching
     searching     Found     wait for its members' records                                            searching
@@ -552,7 +555,11 @@ class Course:
         return [FindStates(self.done, self.missing.mute)]
 
     def _found_states(self, event: States) -> list[Command]:
-        """Copies that peers hold, where they are newer than what is on the disk."""
+        """Copies that peers hold, where they are newer than what is on the disk; the end where nothing is left to do."""
+        is_enough = self.done == self._steps or (self.stopping and not self.is_known(self.done))
+        if is_enough and 0 < event.on_disk == self.done:
+            self.state = State.OVER
+            return [Finish()]
         if event.with_peers is not None and event.with_peers > event.on_disk:
             go_on = GoOnFrom(event.with_peers, True, event.copies)
         else:

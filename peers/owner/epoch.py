@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections import ChainMap, Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -32,7 +32,7 @@ from peers.owner.answers import Answers, CodecNews, Report
 from peers.owner.evaluation import Outputs, averaged
 from peers.owner.feed import Feed, Portion, Stalls
 from peers.owner.offering import Offering
-from peers.state import Checkpoint, Keeping, Reader, Supplies
+from peers.state import Keeping, Reader, Supplies
 from peers.transport import Frame, StreamClosed, Transport
 from peers.wire import (
     LOST_HERE,
@@ -146,11 +146,6 @@ class Owner:
         self.handed_over = False  # members hold what another plan goes on from: this epoch has no weights for anybody
         self._watch: Watch
         self._step = 0  # the first step that is not yet complete, for errors
-
-    @property
-    def saved(self) -> Iterable[Checkpoint]:
-        """The newest checkpoints that this epoch has brought to the disk, in order."""
-        return self._keeping.saving.made if self._keeping is not None else ()
 
     @property
     def has_weights(self) -> bool:
@@ -419,8 +414,9 @@ class Owner:
                         group.create_task(self._feed_pipeline(feed, answers, portion, links, self._ahead[k]))
             await feed.wait(round)
         if self._keeping is not None:
-            hand_over = self._hands_over and not self.leaving and next_step < self._job.steps
-            self.handed_over = await self._keeping.end(next_step, hand_over=hand_over)
+            goes_on = self._hands_over and not self.leaving and next_step < self._job.steps
+            asked = feed.steering.control.saves_before(next_step)  # then the other plan begins with that checkpoint
+            self.handed_over = await self._keeping.end(next_step, hand_over=goes_on and not asked)
         await self._order.put(None)
 
     def _data_was_read(self, round: int, seconds: float) -> None:

@@ -11,8 +11,7 @@ import contextlib
 import itertools
 import math
 import secrets
-from collections import ChainMap
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ import torch
 from meshcee.callbacks import Callback
 from meshcee.capture import Capture, capture
 from meshcee.epochs import course, moves
-from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError, UsageError
+from meshcee.errors import MeshceeError, PeerLostError, PlanError, UsageError
 from meshcee.events import Event
 from meshcee.figures import BlockTimes, DeviceProfile
 from meshcee.files import Home, Run, Trouble, disk, settled
@@ -36,8 +35,8 @@ from peers.owner.diary import Diary, Numbers, next_incarnation
 from peers.owner.epoch import Owner, Report, in_doubt
 from peers.owner.feed import Feed, Stalls, Steering
 from peers.owner.offering import check_members
-from peers.owner.recovery import Recovery, Stopwatch, losses
-from peers.owner.result import Result, Telling, Wanted, once
+from peers.owner.recovery import Recovery, Stopwatch, found_or_not, losses, proposed
+from peers.owner.result import Result, Telling, Wanted, once, weights_of
 from peers.owner.turn import Turn
 from peers.planning import Planned, PlanRequest, ask_plan, given_plan, profile, question
 from peers.state import (
@@ -93,10 +92,6 @@ def own(
         limits=agent.limits,
         **more,
     )
-
-
-def proposed(planned: Planned) -> moves.Proposal:
-    return moves.Proposal(tuple(planned.plan.peers), planned.term, planned)
 
 
 class Training:
@@ -183,8 +178,7 @@ class Training:
         while not self.result.state:
             found = await asyncio.to_thread(self._store.complete) if self._store is not None else []
             if found and found[0].next_step >= done and self._captured is not None:
-                on_disk = found[0].weights(found[0].names)
-                return self._captured.state_dict(ChainMap({}, on_disk, self._captured.state))  # type: ignore[arg-type]
+                return weights_of(self._captured, found[0])[0]
             if is_over():
                 raise UsageError("the run has ended without weights: its error comes to whoever reads its reports")
             await asyncio.sleep(0.05)
@@ -357,10 +351,10 @@ class Training:
                 self._request = await question(agent, self._job, self._captured, self._wanted.stages, self._lent)
                 return moves.Profiled()
             case moves.AskPlan():
-                return await self._proposed(self._plan())
+                return await found_or_not(self._plan())
             case moves.AskPlanOf(free, without):
                 request = replace(self._asking(going), free=free, without=without)
-                return await self._proposed(recovery.plan(request))
+                return await found_or_not(recovery.plan(request))
             case moves.Meet(proposal):
                 return await self._meet(proposal.what)
             case moves.Offer(proposal, number):
@@ -406,6 +400,11 @@ class Training:
             case moves.Stop(hand_over):
                 assert self.owner is not None
                 self.owner.stop(hand_over=hand_over)
+            case moves.Finish():
+                self.result.stopped = going.stopping
+                if not self.result.state and self._durable and self._captured:  # its last epoch was lost behind the end
+                    found = await asyncio.to_thread(weights_of, self._captured, self._durable)
+                    self.result.state, self.result.averages = found
             case moves.Fail(error):
                 raise error
             case moves.GiveUp(lost, error):
@@ -452,16 +451,9 @@ class Training:
             await self._stalls.watch(asyncio.get_running_loop().run_in_executor(None, call))
 
     def _saved(self) -> Callable[[], None] | None:
-        """What has come to the disk since it was asked last."""
-        assert self.owner is not None
-        return self._steering.listeners.saved((saved.next_step, saved.folder) for saved in self.owner.saved)
-
-    async def _proposed(self, planning: Awaitable[Planned]) -> moves.Found | moves.NoPlan:
-        try:
-            return moves.Found(proposed(await planning))
-        except (PlanError, JoinError) as error:
-            log.debug("no plan yet", error=str(error))
-            return moves.NoPlan(error)
+        """What has come to the disk since it was asked last, in whatever epoch that began."""
+        made = tuple(self._store.made) if self._store is not None else ()
+        return self._steering.listeners.saved((saved.next_step, saved.folder) for saved in made)
 
     async def _meet(self, planned: Planned) -> moves.Met | moves.Failed:
         """See that all members of the plan are here and can run it; before the first epoch, that the plan computes the module."""
@@ -491,9 +483,8 @@ class Training:
             await self._epoch(going, planned, number)
         except MeshceeError as error:
             failures = self.owner.failures if self.owner is not None else Failures()
-            if self.owner is not None:
-                await self._telling.go_on()
-                await self._listen(self._saved())
+            await self._telling.go_on()
+            await self._listen(self._saved())
             return moves.Failed(error, losses(failures, self._numbers.first_of(in_doubt(self.owner))))
         assert self.owner is not None
         here = frozenset(p for p, record in self._agent.directory.peers.items() if not record.leaving)
@@ -517,6 +508,7 @@ class Training:
         """What is on the disk, and the copies that peers hold."""
         if self._store is not None:
             self._durable = await asyncio.to_thread(self._store.newest, self._durable)
+            await self._listen(self._saved())
         copied = self.copies.newest(done, without)
         on_disk = self._durable.next_step if self._durable is not None else 0
         return moves.States(on_disk, copied.next_step if copied is not None else None, copied)
@@ -639,7 +631,6 @@ class Training:
         )
         self.result.averages = await asyncio.to_thread(self.owner.averages, self.result.state)
         await self._listen(self._saved())
-        self.result.stopped = going.stopping and self.owner.stopped
 
     def _keep(self, captured: Capture, plan: Plan, names: Mapping[str, str]) -> CheckpointStore | None:
         """The run's folder, made or taken over by this process, and its checkpoints."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Collection, Iterable
+from collections.abc import Awaitable, Collection, Iterable
 from dataclasses import replace
 
 import structlog
@@ -23,7 +23,7 @@ from peers.planning import Planned, PlanRequest, plan_here, request_plan
 from peers.transport import StreamClosed
 from peers.wire import Failures
 
-__all__ = ["Recovery", "Stopwatch", "losses"]
+__all__ = ["Recovery", "Stopwatch", "found_or_not", "losses", "proposed"]
 
 log = structlog.get_logger()
 
@@ -111,6 +111,19 @@ def losses(failures: Failures, wrong_from: int | None = None) -> moves.Losses:
         wrong_from,
         frozenset(failures.silent),
     )
+
+
+def proposed(planned: Planned) -> moves.Proposal:
+    return moves.Proposal(tuple(planned.plan.peers), planned.term, planned)
+
+
+async def found_or_not(planning: Awaitable[Planned]) -> moves.Found | moves.NoPlan:
+    """What comes of the question for a plan."""
+    try:
+        return moves.Found(proposed(await planning))
+    except (PlanError, JoinError) as error:
+        log.debug("no plan yet", error=str(error))
+        return moves.NoPlan(error)
 
 
 class Recovery:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import threading
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,10 +19,12 @@ import torch
 from meshcee.plan import Plan
 
 if TYPE_CHECKING:
+    from meshcee.capture import Capture
     from peers.owner.adaptation import Change
     from peers.owner.epoch import Report
+    from peers.state import Checkpoint
 
-__all__ = ["Result", "Telling", "Wanted", "once"]
+__all__ = ["Result", "Telling", "Wanted", "once", "weights_of"]
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,14 @@ class Result:
     def micro_batch_size(self) -> int:
         assert self.plan is not None
         return self.plan.micro_batch
+
+
+def weights_of(captured: Capture, saved: Checkpoint) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+    """A checkpoint as `state` and `averages` of a result, read when asked for."""
+    state: Mapping[str, torch.Tensor] = ChainMap({}, saved.weights(saved.names), captured.state)  # type: ignore[arg-type]
+    averaged = saved.averages
+    averages = captured.state_dict(ChainMap({}, averaged, state)) if averaged else {}  # type: ignore[arg-type]
+    return captured.state_dict(state), averages
 
 
 class Telling:

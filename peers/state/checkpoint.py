@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -288,6 +289,7 @@ class Draft:
         self._store.taken_back.discard(place)
         self._store.drafts.discard(self)
         disk.sync_folder(self._store.folder)
+        self._store.made.append(made := Checkpoint(place))  # though its epoch may be over, and nobody wait for it
         if before.exists():
             _remove(before)
         complete = self._store.list_complete()
@@ -295,7 +297,7 @@ class Draft:
         for old in complete[MOST_COMPLETE:]:
             if old.next_step not in (spared, self._store.pinned):
                 _remove(old.folder)
-        return Checkpoint(place)
+        return made
 
     def discard(self) -> None:
         # A disk that cannot be written; who resumes the run clears it away.
@@ -354,6 +356,7 @@ class CheckpointStore:
         self.place: Callable[[int], Mapping[str, Any]] = lambda step: {}  # of the data before a step
         self.taken_back: set[Path] = set()  # whose steps count no more; a disk that cannot be written still has them
         self.drafts: set[Draft] = set()  # that may be finished
+        self.made = deque[Checkpoint](maxlen=8)  # by this process, in all epochs, the newest last; the disk keeps fewer
         self.pinned = 0  # the step of one that outlives newer ones, too
         self.spares: Callable[[Sequence[int]], int | None] = lambda steps: None  # which of these outlives newer ones
 
@@ -387,7 +390,8 @@ class CheckpointStore:
         }
         store = cls(folder, about, rely)
         if before is not None:
-            store.lock, store.taken_back, store.drafts = before.lock, before.taken_back, before.drafts
+            store.lock, store.taken_back = before.lock, before.taken_back
+            store.drafts, store.made = before.drafts, before.made
         return store
 
     def complete(self) -> list[Checkpoint]:
@@ -434,6 +438,8 @@ class CheckpointStore:
         """What was written later counts no more: it is removed at once, or as soon as the disk lets it."""
         with self.lock:
             self.drafts -= {draft for draft in self.drafts if draft.next_step > step}
+            for later in [checkpoint for checkpoint in self.made if checkpoint.next_step > step]:
+                self.made.remove(later)
             self.taken_back |= {later.folder for later in self.list_complete() if later.next_step > step}
             self.let_go()
 

@@ -150,7 +150,7 @@ class Lender:
         self._timeouts = timeouts
         self.copies = CopyStore()
         self.of = ""  # the run
-        self._keep_s = timeouts.regroup_s  # as the owner of that run says
+        self._keep_s = timeouts.regroup_s  # or longer, as the owner of that run says
         self._frozen: dict[str, list[torch.Tensor]] = {}  # by digest: what that run's stage here has as it came
         self._owner = ""  # of that run
         self._thawing: asyncio.TimerHandle | None = None
@@ -175,7 +175,9 @@ class Lender:
             found = {d: [t for t in tensors if (t.dtype, tuple(t.shape)) in wanted] for d, tensors in frozen.items()}
             self.copies.frozen = {d: tensors for d, tensors in found.items() if tensors}
         self._frozen, self._owner = {}, offer.owner
-        self.of, self._keep_s, self.copies.goes_on = offer.run, offer.terms.regroup_s, True
+        self.of, self.copies.goes_on = offer.run, True
+        # Who looks for peers no longer may die: a standby takes its own time to find that out.
+        self._keep_s = max(offer.terms.regroup_s, self._timeouts.regroup_s)
         return self.copies
 
     def freeze(self, offer: Offer, state: Mapping[str, torch.Tensor], digests: Mapping[str, str]) -> None:

@@ -109,13 +109,9 @@ class Saving:
         self._hurry_after = math.inf  # so many reported steps nothing is trained: links are ours
         self.settled = asyncio.Event()  # while none is under way
         self.settled.set()
-        self.made = deque[Checkpoint](maxlen=8)  # of this epoch, the newest last; a store keeps fewer
+        self.latest: Checkpoint | None = None  # of this epoch
         self.weights: dict[str, torch.Tensor] = {}  # that it has ended with, without a store; and averages of them
         self.done = -1  # the step that was saved last
-
-    @property
-    def latest(self) -> Checkpoint | None:
-        return self.made[-1] if self.made else None
 
     @property
     def moved_bytes(self) -> int:
@@ -205,7 +201,7 @@ class Saving:
                 await self._news.wait()
             finishes = True  # or leaves nothing, whatever happens to the epoch
             plan = self._links[0].offer.plan.to_json()
-            self.made.append(await asyncio.to_thread(draft.finish, self._state, self._frozen, plan=plan))
+            self.latest = await asyncio.to_thread(draft.finish, self._state, self._frozen, plan=plan)
         finally:
             if not finishes:
                 draft.discard()

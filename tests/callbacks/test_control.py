@@ -202,6 +202,40 @@ def test_each_checkpoint_is_told_of_once_and_in_order_if_it_is_still_there(tmp_p
     assert listeners.saved(made) is None
 
 
+def test_a_checkpoint_that_two_epochs_have_made_is_told_of_once(tmp_path: Path) -> None:
+    """One epoch was over while its thread completed it, and the next one began before it."""
+    heard = list[int]()
+
+    class Hears(Callback):
+        def on_checkpoint(self, run: Control, steps: int, folder: Path) -> None:
+            heard.append(steps)
+
+    tell = Listeners([Hears()], Control()).saved([(6, tmp_path), (3, tmp_path), (6, tmp_path)])
+    assert tell is not None
+    tell()
+    assert heard == [3, 6]
+
+
+def test_a_checkpoint_that_was_asked_for_is_missed_once_a_newer_one_is_there_without_it() -> None:
+    control = Control(saves=True)
+    for step in (1, 3, 7):
+        control.begin(step)
+        control.checkpoint()  # before step 2, 4 and 8
+    assert control.passed_over([]) == control.passed_over([2]) == []
+    assert control.passed_over([2, 6]) == [4]
+    assert control.passed_over([2, 6, 8]) == control.passed_over([8, 10]) == control.passed_over([12]) == []
+
+
+def test_nobody_misses_a_checkpoint_that_another_process_may_have_made() -> None:
+    control = Control(saves=True)
+    control.restore([{"step": 2, "checkpoints": [3, 5]}], 3)
+    control.checkpoint()
+    assert control.passed_over([9]) == []
+    control.begin(5)
+    control.checkpoint()
+    assert control.passed_over([9]) == [6]
+
+
 def test_a_resumed_rule_goes_on_as_it_would_have() -> None:
     lines = [{"step": step, "metrics": {"loss": loss}} for step, loss in enumerate([3.0, 2.0, None, 2.5])]
     best, stop = KeepBest(), EarlyStop(patience=3)

@@ -83,6 +83,10 @@ class World:
             self.running = None
         if isinstance(event, moves.States):  # answers what the last call of the roll led to
             self.aside = self.silent = frozenset()
+            if self.course.state is State.OVER:
+                assert event.on_disk == self.course.done > 0, "the disk has what is done"
+                assert {*self.reported} <= {*range(self.course.done)}, "and what was told"
+                assert self.course.done == self.steps or self.course.stopping
         if isinstance(event, moves.Failed):
             self.apart = event.losses.apart
             self.blamed = frozenset({event.losses.blamed} - {None})
@@ -375,6 +379,8 @@ def goes_on(seed: int) -> None:
         (goes_on, Course, " - silent", ""),
         (goes_on, Missing.are_here, "if p not in peers", "if False"),
         (goes_on, Course, "self.missing.are_here(proposal.members)", "pass"),
+        (goes_on, Course, " and not self.is_known(self.done)", ""),
+        (goes_on, Course, "0 < event.on_disk == self.done", "True"),
         (always_fails, Course, "self._counts.refused(self.done) > REPLANS", "False"),
         (always_fails, Course, "in_vain >= FRUITLESS", "False"),
         (always_fails, Course, "if self.missing.gone:\n        return self._search()", "if False:\n        pass"),

@@ -30,20 +30,20 @@ from tests.rig.virtual_time import virtual_time
 
 
 @virtual_time
-async def test_what_is_left_of_an_epoch_is_kept_for_as_long_as_its_owner_looks_for_peers() -> None:
-    """`--regroup` is the owner's; members hear of it with the offer."""
+async def test_what_is_left_of_an_epoch_is_kept_for_as_long_as_its_owner_looks_for_peers_and_never_shorter() -> None:
+    """`--regroup` is the owner's; members hear of it with the offer. A standby comes later than a short one, and needs it, too."""
     times, digest = Timeouts(), "00" * 32
     async with MemoryNetwork().transport("p0") as here:
         remains = Lender(here, times)
-        for regroup_s in (10 * times.regroup_s, 0.1 * times.regroup_s):
+        for regroup_s, kept_s in ((10 * times.regroup_s, 10 * times.regroup_s), (0.0, times.regroup_s)):
             offer: Any = SimpleNamespace(
                 run="run", owner="owner", resumes=True, terms=SimpleNamespace(regroup_s=regroup_s)
             )
             remains.for_epoch(offer).keep("p2", 3, {"weight": digest}, {digest: torch.zeros(1)})
             remains.over()
-            await asyncio.sleep(0.9 * regroup_s)
+            await asyncio.sleep(0.9 * kept_s)
             assert remains.copies.find(digest) is not None
-            await asyncio.sleep(0.2 * regroup_s)
+            await asyncio.sleep(0.2 * kept_s)
             assert remains.copies.find(digest) is None
 
 

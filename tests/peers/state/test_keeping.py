@@ -53,7 +53,7 @@ class Kept(Epoch):
             self.copying.hear(link, answered(source, next_step))
 
     def saved(self, next_step: int) -> None:
-        self.saving.made.append(SimpleNamespace(next_step=next_step))  # type: ignore[arg-type]
+        self.saving.latest = SimpleNamespace(next_step=next_step)  # type: ignore[arg-type]
         self.saving.settled.set()
 
 

@@ -188,6 +188,7 @@ def test_a_checkpoint_that_is_being_completed_when_its_epoch_ends_is_completed_f
         goes.set()
         assert [c.next_step for c in listed.result(30)] == [completing.result(30).next_step] == [3]
     listed.result()[0].verify()
+    assert [c.next_step for c in following.made] == [3], "it is told of, though its epoch is over"
 
 
 def test_the_place_in_the_data_is_asked_for_before_anybody_must_wait(tmp_path: Path) -> None:
@@ -231,7 +232,7 @@ def test_what_is_taken_back_counts_no_more_though_the_disk_still_has_it(tmp_path
             with pytest.raises(OSError, match="Read-only"):
                 store.forget_after(3)  # whoever resumes a run has to be able to
             store.take_back(3)
-            assert [c.next_step for c in store.complete()] == [3]
+            assert [c.next_step for c in store.complete()] == [c.next_step for c in store.made] == [3]
         assert [c.next_step for c in CheckpointStore(tmp_path).complete()] == [
             6,
             3,
