@@ -130,6 +130,7 @@ class BlockProfiler:
                 async with self._turn, self._quiet():
                     if self._is_busy():
                         raise PlanError("this peer runs a job and measures nothing meanwhile")
+                    await self._compute.free(self._timeouts.hung_s)
                     await self._compute.use_threads(request.threads)
                     packed = unfolded(enumerate(program.inputs), enumerate(program.nodes, len(program.inputs)))
                     try:
@@ -137,6 +138,7 @@ class BlockProfiler:
                             with large_apart() if packed else nullcontext():  # as a member of such a stage has it
                                 self._remember(key, await self.measure(program, request))
                     except TimeoutError as error:
+                        self._compute.let_go()
                         late = (
                             f"one pass of the job's blocks takes this peer more than {LONGEST * self._budget_s:.0f} s"
                         )

@@ -401,6 +401,7 @@ class Member:
                 await self._serve(stream, frame, memory)
         finally:
             self._job = None
+            self._compute.let_go()
             self.lender.over()
             self.session = None
             self._idle.set()
@@ -511,6 +512,7 @@ class Member:
 
     async def prepare(self, stream: Stream, frame: Frame, taken: Arrivals, memory: contextlib.ExitStack) -> Session:
         """The session that an offer asks for; `memory` is left when it is over."""
+        await self._compute.free(self._timeouts.hung_s)
         programs = await self._graphs.read(Offer.graphs(frame))
         # Cutting and hashing take seconds for a large model: not on the event loop.
         offer = await asyncio.to_thread(Offer.from_frame, frame, programs, self.peer_id, stream.peer_id)

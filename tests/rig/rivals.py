@@ -234,7 +234,7 @@ class World:
             task.cancel()
 
     async def _live(self, name: str, life: int) -> None:
-        compute: Any = SimpleNamespace(done=0, running=0)
+        compute: Any = SimpleNamespace(done=0, running=0, let_go=lambda: None)
         async with self.network.transport(name, timeouts=TIMES) as here:
             self._transports[name] = here
             member = Member(here, compute, memory_bytes=1, timeouts=TIMES, graphs=Graphs(Limits()), accept=agreed)
