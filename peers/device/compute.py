@@ -8,9 +8,6 @@ has passed.
 
 A GPU's kernels may add in another order each time. A step that is done again must have the same bits. So while this process has a
 GPU at work, torch takes only kernels that always give the same. An operator without one is an error.
-
-A call that never comes back cannot be ended, and a GPU that a kernel has broken answers nothing in this process any more. Then
-only another process computes again, and whoever asks for this one hears that.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -27,7 +24,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from meshcee.errors import MeshceeError, PeerLostError, PlanError
+from meshcee.errors import PlanError
+from peers.device.calls import Calls
 from peers.device.memory import MemoryCount
 
 if TYPE_CHECKING:
@@ -37,8 +35,6 @@ __all__ = ["Compute", "Pace", "one_thread"]
 
 T = TypeVar("T")
 fills: Any = torch.utils.deterministic
-ASSERTED = "device-side assert"  # in what CUDA says where a kernel has found an index out of range
-_LOOK_S = 0.1  # between two looks whether a call has come back
 _TIMER_S = 0.002  # of waking up late, and of the loop's own work between two calls
 
 
@@ -98,16 +94,10 @@ _repeatable = _Repeatable()
 class Compute:
     """The compute thread of one device. Lifetime is `async with`; leaving waits for the running call only."""
 
-    def __init__(
-        self, device: str = "cpu", pace: Pace | None = None, *, remedy: str = "start this peer again"
-    ) -> None:
-        """`remedy` is what is told where only another process computes again."""
+    def __init__(self, device: str = "cpu", pace: Pace | None = None, *, restarts: bool = False) -> None:
         self.device = torch.device(device)
         self.pace = pace
-        self.broken = ""  # why this process computes nothing here any more, and what to do
-        self._remedy, self._is_broken = remedy, asyncio.Event()
-        self._under_way: dict[ThreadPoolExecutor, object] = {}  # the call that each thread is in
-        self._left: dict[object, float] = {}  # of them those whose work is over: since when, by the loop's clock
+        self.calls = Calls(restarts)
         self.staging = staging_of(self.device)
         self.memory = MemoryCount(self.device)
         self.paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
@@ -118,7 +108,7 @@ class Compute:
         self._scope = ExitStack()
 
     async def __aenter__(self) -> Compute:
-        self._loop = asyncio.get_running_loop()
+        self.calls.begin()
         if self.device.type == "cuda":
             self._scope.enter_context(_repeatable.here())
         else:
@@ -136,13 +126,13 @@ class Compute:
     def run_aside(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Start on the thread beside the device's, after what was started there before; await the result or not."""
         self.running += 1
-        future = asyncio.get_running_loop().run_in_executor(self._helper, self._noted, self._helper, call, *args)
+        future = asyncio.get_running_loop().run_in_executor(self._helper, self.calls.noted, self.staging, call, *args)
         future.add_done_callback(self._ended)
         return future
 
     def behind(self, call: Callable[[], None]) -> asyncio.Future[None]:
         """Start behind all that was started on either thread; who no longer waits for the result does not undo it."""
-        return asyncio.shield(self.run_aside(lambda: self._pool.submit(self._noted, self._pool, call).result()))
+        return asyncio.shield(self.run_aside(lambda: self._pool.submit(self.calls.noted, self.staging, call).result()))
 
     def _ended(self, call: object = None) -> None:
         self.running, self.done = self.running - 1, self.done + 1
@@ -175,7 +165,7 @@ class Compute:
         asked_s = loop.time()  # the loop's clock, which sleep goes by
         if self.staging is not None:
             call = partial(self._settled, self.staging, call)
-        result = await loop.run_in_executor(self._pool, self._noted, self._pool, call, *args)
+        result = await loop.run_in_executor(self._pool, self.calls.noted, self.staging, call, *args)
         self.last_s = loop.time() - asked_s
         if self.pace is not None and flops > 0:
             # A timer wakes us up to a millisecond late; a device that had work waiting began it when it was free.
@@ -192,62 +182,3 @@ class Compute:
         result = call(*args)
         staging.mark().synchronize()
         return result
-
-    def _noted(self, thread: ThreadPoolExecutor, call: Callable[..., T], *args: Any) -> T:
-        """On that thread."""
-        self._under_way[thread] = object()
-        try:
-            return call(*args)
-        except RuntimeError as error:
-            if self.staging is not None:
-                self._explain(self.staging, error)
-            raise
-        finally:
-            del self._under_way[thread]
-
-    def _explain(self, staging: Staging, error: RuntimeError) -> None:
-        """Raise in its place what the owner of the work can act on, if there is more to say."""
-        name, found, _ = str(error).partition(" does not have a deterministic implementation")
-        if found:
-            raise PlanError(
-                f"{name} adds in another order each time on a GPU, so no step could be done again with the same bits; replace that "
-                "module (docs/models.md names them), or lend CPUs (--device cpu)"
-            ) from error
-        if isinstance(error, torch.OutOfMemoryError):
-            return
-        try:
-            staging.mark().synchronize()
-        except RuntimeError:
-            what = str(error).partition("\n")[0]
-            self._break(f"this peer's device is broken ({what})")
-            advice = "an index is out of range on a GPU (a label or a token id); look at the data"
-            raise MeshceeError(f"{what}; {advice if ASSERTED in what else self.broken}") from error
-
-    # -- when only another process computes again
-
-    def _break(self, why: str) -> None:
-        """From any thread."""
-        self.broken = self.broken or f"{why}; {self._remedy}"
-        with suppress(RuntimeError):  # the loop is over
-            self._loop.call_soon_threadsafe(self._is_broken.set)
-
-    async def until_broken(self) -> str:
-        """Why it is."""
-        await self._is_broken.wait()
-        return self.broken
-
-    def let_go(self) -> None:
-        """The work is over that was done here: nobody waits for a call that is still under way."""
-        now_s = asyncio.get_running_loop().time()
-        self._left = {call: self._left.get(call, now_s) for call in list(self._under_way.values())}
-
-    async def free(self, hung_s: float) -> None:
-        """Until each call that was let go has come back. PeerLostError where one is `hung_s` late, or the device is broken."""
-        now_s = asyncio.get_running_loop().time
-        while not self.broken and (left := [self._left[c] for c in list(self._under_way.values()) if c in self._left]):
-            if (late_s := now_s() - min(left)) > hung_s:
-                self._break(f"a call of earlier work has not come back from this peer's device for {late_s:.0f} s")
-            else:
-                await asyncio.sleep(_LOOK_S)
-        if self.broken:
-            raise PeerLostError(self.broken)

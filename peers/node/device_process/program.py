@@ -162,7 +162,7 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
         assert speaks is not None
         return speaks.sign(data)  # by the newest
 
-    async with Compute(begin.device, remedy="its process starts again") as compute:
+    async with Compute(begin.device, restarts=True) as compute:
         await graphs.get_ready()
         device = begin.known or await measure_device(
             compute, begin.memory_bytes, host=begin.host, threads_said=begin.threads_said
@@ -236,7 +236,7 @@ async def _tell_state(channel: Channel, member: Member) -> None:
 
 async def _end_when_broken(compute: Compute, member: Member, most_s: float) -> None:
     """Once whoever works here has heard why, after `most_s` at the latest: its peer starts the next process."""
-    why = await compute.until_broken()
+    why = await compute.calls.until_broken()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(most_s):
             await member.wait_until_idle()

@@ -81,10 +81,10 @@ async def test_a_call_that_outlasts_its_work_is_waited_for_and_then_ends_this_de
             start: Any = compute.run_aside if aside else compute.run
             running = asyncio.ensure_future(start(kernel.wait, 30.0))
             await asyncio.sleep(0.05)
-            await compute.free(0.0)  # somebody still wants it
+            await compute.calls.free(0.0)  # somebody still wants it
             running.cancel()
-            compute.let_go()
-            waiting = asyncio.create_task(compute.free(30.0))
+            compute.calls.let_go()
+            waiting = asyncio.create_task(compute.calls.free(30.0))
             await asyncio.sleep(0.15)
             assert not waiting.done()
             kernel.set()
@@ -93,15 +93,15 @@ async def test_a_call_that_outlasts_its_work_is_waited_for_and_then_ends_this_de
             running = asyncio.ensure_future(start(kernel.wait, 30.0))
             await asyncio.sleep(0.05)
             for _ in range(2):  # of later work; it counts since the first
-                compute.let_go()
+                compute.calls.let_go()
                 await asyncio.sleep(0.1)
-            with pytest.raises(PeerLostError, match=r"has not come back .*; start this peer again$"):
-                await compute.free(0.15)
+            with pytest.raises(MeshceeError, match=r"has not come back .*; start this peer again$"):
+                await compute.calls.free(0.15)
             kernel.set()
             await running
-            assert await compute.until_broken() == compute.broken
-            with pytest.raises(PeerLostError, match="start this peer again"):  # also when it has come back
-                await compute.free(30.0)
+            assert await compute.calls.until_broken() == compute.calls.broken
+            with pytest.raises(MeshceeError, match="start this peer again"):  # also when it has come back
+                await compute.calls.free(30.0)
 
 
 async def test_a_gpu_that_answers_nothing_any_more_is_told_from_one_that_refuses_a_call() -> None:
@@ -122,20 +122,20 @@ async def test_a_gpu_that_answers_nothing_any_more_is_told_from_one_that_refuses
         for error in (RuntimeError("shapes differ"), torch.OutOfMemoryError("CUDA out of memory")):
             with pytest.raises(type(error), match=str(error)):
                 await compute.run(fails, error, False)
-        await compute.free(0.0)
+        await compute.calls.free(0.0)
     says = {
         asserted: "^CUDA error: device-side assert triggered; an index is out of range .*; look at the data$",
-        illegal: "^CUDA error: an illegal .*; this peer's device is broken .*; start this peer again$",
+        illegal: "^CUDA error: an illegal .*; the device is broken$",
     }
     for error, told in says.items():
         for start in (Compute.run, Compute.run_aside):
             broken.clear()
-            async with Compute() as compute:
+            async with Compute(restarts=True) as compute:
                 compute.staging = SimpleNamespace(mark=lambda: SimpleNamespace(synchronize=synchronize))  # type: ignore[assignment]
                 with pytest.raises(MeshceeError, match=told):
                     await start(compute, fails, error)  # type: ignore[operator]
-                with pytest.raises(PeerLostError, match="this peer's device is broken"):
-                    await compute.free(0.0)
+                with pytest.raises(PeerLostError, match=r"device is broken \(CUDA .*; its process starts again$"):
+                    await compute.calls.free(0.0)
             broken.clear()
         async with Compute() as compute:
             compute.staging = SimpleNamespace(mark=lambda: SimpleNamespace(synchronize=synchronize))  # type: ignore[assignment]

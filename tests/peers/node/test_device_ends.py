@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,9 @@ import torch
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import MeshceeError, PeerLostError
 from meshcee.stage.runner import StageRunner
-from peers.device import compute
+from peers.device import Compute, compute
 from peers.device.graphs import Graphs
+from peers.member import Member
 from peers.node.device_process import DeviceProcess, confine, process, program
 from peers.node.device_process.messages import Pong
 from peers.transport.bridge import bridged
@@ -25,7 +26,7 @@ from peers.transport.memory import MemoryNetwork
 from tests.peers.member.test_training import make_job
 from tests.peers.node.test_device_deaths import Inside, joined_by_one
 from tests.peers.node.test_device_process import BARE, WAIT_S, begin, begun_on
-from tests.rig.mesh_fixture import Trained, train
+from tests.rig.mesh_fixture import Trained, agreed, train
 
 HUNG_S = 0.5
 Trains = Callable[[str], Any]
@@ -87,33 +88,67 @@ async def check_the_next_one(device: DeviceProcess, before: Any, trains: Trains)
     assert again.losses == (await train(make_job(), 1, 6)).losses
 
 
-async def test_a_call_that_never_comes_back_costs_the_next_owner_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.Event]:
+    """Set when a first call of a stage hangs; later ones do not. At the end it comes back."""
     hangs, comes_back, forward = asyncio.Event(), threading.Event(), StageRunner.forward
     loop = asyncio.get_running_loop()
 
     def hung(self: StageRunner, *args: Any) -> Any:
-        if not comes_back.is_set():
+        if not hangs.is_set() and args[0] == 0:
             loop.call_soon_threadsafe(hangs.set)
             comes_back.wait(WAIT_S)
         return forward(self, *args)
 
     monkeypatch.setattr(StageRunner, "forward", hung)
     try:
+        yield hangs
+    finally:
+        comes_back.set()
+
+
+async def until_hung(training: Coroutine[Any, Any, Any], hangs: asyncio.Event) -> None:
+    """Then its owner leaves."""
+    first = asyncio.create_task(training)
+    await hangs.wait()
+    first.cancel()
+    await asyncio.wait([first])
+
+
+async def test_a_call_that_never_comes_back_costs_the_next_owner_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hanging(monkeypatch) as hangs:
         async with lent(monkeypatch) as (device, trains):
             child = device.child
-            first = asyncio.create_task(trains("first"))
-            await hangs.wait()
-            first.cancel()
-            await asyncio.wait([first])
+            await until_hung(trains("first"), hangs)
             async with asyncio.timeout(WAIT_S):
                 await device.wait_until_unneeded()
             assert device.child is child, "copies for a regroup lie there"
             with pytest.raises(PeerLostError, match=r"has not come back .*; its process starts again"):
                 await trains("second")
-            comes_back.set()
             await check_the_next_one(device, child, trains)
-    finally:
-        comes_back.set()
+
+
+async def test_a_peer_whose_own_process_has_such_a_call_is_busy_and_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times, network = replace(Timeouts(), hung_s=HUNG_S, shutdown_s=HUNG_S), MemoryNetwork()
+    with hanging(monkeypatch) as hangs:
+        async with Compute() as own, network.transport("p0") as transport:
+            lends = {"memory_bytes": 1 << 30, "timeouts": times, "graphs": Graphs(Limits()), "accept": agreed}
+            member = Member(transport, own, **lends)  # type: ignore[arg-type]
+
+            @asynccontextmanager
+            async def here(_: MemoryNetwork, count: int) -> AsyncIterator[list[Any]]:
+                yield [member]
+
+            await until_hung(train(make_job(name="first"), 1, 6, network=network, here=here), hangs)
+            async with asyncio.timeout(WAIT_S):
+                await member.wait_until_idle()
+            assert not member.is_busy, "copies for a regroup lie there"
+            with pytest.raises(MeshceeError, match=r"peer p0 .*has not come back .*; start this peer again") as refused:
+                await train(make_job(name="second"), 1, 6, network=network, here=here)
+            assert not isinstance(refused.value, PeerLostError), "its run would try it again and again"
+            assert member.is_busy
 
 
 async def test_a_gpu_that_a_label_has_broken_is_another_processes_for_the_next_job(
