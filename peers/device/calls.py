@@ -11,15 +11,12 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import structlog
 import torch
 
 from meshcee.errors import MeshceeError, PeerLostError, PlanError
-
-if TYPE_CHECKING:
-    from peers.device.staging import Staging
 
 __all__ = ["Calls"]
 
@@ -28,6 +25,12 @@ log = structlog.get_logger()
 T = TypeVar("T")
 ASSERTED = "device-side assert"  # in what CUDA says where a kernel has found an index out of range
 LOOK_S = 0.1  # between two looks whether a call has come back
+
+
+class Marks(Protocol):
+    """What a GPU's `Staging` has."""
+
+    def mark(self) -> Any: ...
 
 
 class Calls:
@@ -43,7 +46,7 @@ class Calls:
         """On the loop that is to hear."""
         self._loop = asyncio.get_running_loop()
 
-    def noted(self, staging: Staging | None, call: Callable[..., T], *args: Any) -> T:
+    def noted(self, staging: Marks | None, call: Callable[..., T], *args: Any) -> T:
         """On the device's thread, or the one beside it."""
         thread = threading.get_ident()
         self._under_way[thread] = object()
@@ -56,7 +59,7 @@ class Calls:
         finally:
             del self._under_way[thread]
 
-    def _explain(self, staging: Staging, error: RuntimeError) -> None:
+    def _explain(self, staging: Marks, error: RuntimeError) -> None:
         """Raise in its place what the owner of the work can act on, if there is more to say."""
         name, found, _ = str(error).partition(" does not have a deterministic implementation")
         if found:
