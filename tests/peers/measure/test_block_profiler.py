@@ -138,11 +138,11 @@ async def test_an_emulated_device_is_not_as_slow_as_the_machine_was_meanwhile() 
         return call(*args)
 
     class Disturbed(Compute):
-        calls = 0
+        paced = 0
 
         async def run(self, call: Any, *args: Any, flops: float = 0.0) -> Any:
-            self.calls += flops > 0
-            late = flops > 0 and self.calls % 5 != 0
+            self.paced += flops > 0
+            late = flops > 0 and self.paced % 5 != 0
             return await super().run(partial(disturbed, call) if late else call, *args, flops=flops)
 
     job, captured = captured_job()
