@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from meshcee.errors import PlanError
+from peers.device.calls import Calls
 from peers.device.memory import MemoryCount
 
 if TYPE_CHECKING:
@@ -93,9 +94,10 @@ _repeatable = _Repeatable()
 class Compute:
     """The compute thread of one device. Lifetime is `async with`; leaving waits for the running call only."""
 
-    def __init__(self, device: str = "cpu", pace: Pace | None = None) -> None:
+    def __init__(self, device: str = "cpu", pace: Pace | None = None, *, restarts: bool = False) -> None:
         self.device = torch.device(device)
         self.pace = pace
+        self.calls = Calls(restarts)
         self.staging = staging_of(self.device)
         self.memory = MemoryCount(self.device)
         self.paced_until_s = 0.0  # when the emulated device is free, on the loop's clock
@@ -106,6 +108,7 @@ class Compute:
         self._scope = ExitStack()
 
     async def __aenter__(self) -> Compute:
+        self.calls.begin()
         if self.device.type == "cuda":
             self._scope.enter_context(_repeatable.here())
         else:
@@ -123,13 +126,13 @@ class Compute:
     def run_aside(self, call: Callable[..., T], *args: Any) -> asyncio.Future[T]:
         """Start on the thread beside the device's, after what was started there before; await the result or not."""
         self.running += 1
-        future = asyncio.get_running_loop().run_in_executor(self._helper, call, *args)
+        future = asyncio.get_running_loop().run_in_executor(self._helper, self.calls.noted, self.staging, call, *args)
         future.add_done_callback(self._ended)
         return future
 
     def behind(self, call: Callable[[], None]) -> asyncio.Future[None]:
         """Start behind all that was started on either thread; who no longer waits for the result does not undo it."""
-        return asyncio.shield(self.run_aside(lambda: self._pool.submit(call).result()))
+        return asyncio.shield(self.run_aside(lambda: self._pool.submit(self.calls.noted, self.staging, call).result()))
 
     def _ended(self, call: object = None) -> None:
         self.running, self.done = self.running - 1, self.done + 1
@@ -162,7 +165,7 @@ class Compute:
         asked_s = loop.time()  # the loop's clock, which sleep goes by
         if self.staging is not None:
             call = partial(self._settled, self.staging, call)
-        result = await loop.run_in_executor(self._pool, call, *args)
+        result = await loop.run_in_executor(self._pool, self.calls.noted, self.staging, call, *args)
         self.last_s = loop.time() - asked_s
         if self.pace is not None and flops > 0:
             # A timer wakes us up to a millisecond late; a device that had work waiting began it when it was free.
@@ -176,15 +179,6 @@ class Compute:
 
     @staticmethod
     def _settled(staging: Staging, call: Callable[..., T], *args: Any) -> T:
-        try:
-            result = call(*args)
-        except RuntimeError as error:
-            name, found, _ = str(error).partition(" does not have a deterministic implementation")
-            if not found:
-                raise
-            raise PlanError(
-                f"{name} adds in another order each time on a GPU, so no step could be done again with the same bits; replace that "
-                "module (docs/models.md names them), or lend CPUs (--device cpu)"
-            ) from error
+        result = call(*args)
         staging.mark().synchronize()
         return result

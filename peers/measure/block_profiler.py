@@ -128,6 +128,7 @@ class BlockProfiler:
                     raise ProtocolError("the graph that came is another than was announced")
                 [program] = await self._graphs.read([data])
                 async with self._turn, self._quiet():
+                    await self._compute.calls.free(self._timeouts.hung_s)
                     if self._is_busy():
                         raise PlanError("this peer runs a job and measures nothing meanwhile")
                     await self._compute.use_threads(request.threads)
@@ -137,6 +138,7 @@ class BlockProfiler:
                             with large_apart() if packed else nullcontext():  # as a member of such a stage has it
                                 self._remember(key, await self.measure(program, request))
                     except TimeoutError as error:
+                        self._compute.calls.let_go()
                         late = (
                             f"one pass of the job's blocks takes this peer more than {LONGEST * self._budget_s:.0f} s"
                         )

@@ -357,7 +357,9 @@ class Member:
 
     @property
     def is_busy(self) -> bool:
-        return self._job is not None
+        return self._job is not None or bool(
+            self._compute.calls.broken
+        )  # for ever, or until its process is another one
 
     def leave(self) -> None:
         """Take no further offer, and ask the owner of the running job, if any, to go on without this peer."""
@@ -401,6 +403,7 @@ class Member:
                 await self._serve(stream, frame, memory)
         finally:
             self._job = None
+            self._compute.calls.let_go()
             self.lender.over()
             self.session = None
             self._idle.set()
@@ -511,6 +514,7 @@ class Member:
 
     async def prepare(self, stream: Stream, frame: Frame, taken: Arrivals, memory: contextlib.ExitStack) -> Session:
         """The session that an offer asks for; `memory` is left when it is over."""
+        await self._compute.calls.free(self._timeouts.hung_s)
         programs = await self._graphs.read(Offer.graphs(frame))
         # Cutting and hashing take seconds for a large model: not on the event loop.
         offer = await asyncio.to_thread(Offer.from_frame, frame, programs, self.peer_id, stream.peer_id)

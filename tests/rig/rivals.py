@@ -21,6 +21,7 @@ from dht.records import RunRecord
 from meshcee.config import Limits, Timeouts
 from meshcee.epochs import course, moves
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostError, PlanError
+from peers.device.calls import Calls
 from peers.device.graphs import Graphs
 from peers.member.service import Member
 from peers.owner.recovery import ANSWER_S
@@ -234,7 +235,7 @@ class World:
             task.cancel()
 
     async def _live(self, name: str, life: int) -> None:
-        compute: Any = SimpleNamespace(done=0, running=0)
+        compute: Any = SimpleNamespace(done=0, running=0, calls=Calls())
         async with self.network.transport(name, timeouts=TIMES) as here:
             self._transports[name] = here
             member = Member(here, compute, memory_bytes=1, timeouts=TIMES, graphs=Graphs(Limits()), accept=agreed)

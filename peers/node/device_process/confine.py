@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
+import torch
+
 from peers.device.this_host import lock_file, locks
 from peers.device.worker.confine import GUARDS as OF_A_CHECK
 from peers.device.worker.confine import POSSIBLE as TO_A_CHECK
@@ -51,7 +53,7 @@ FILES = (
 TO_SUM = ("/sys/bus/pci/devices", "/sys/class/net", "/sys/devices")  # gloo looks for the device of an interface
 
 # What its process keeps. Its driver names its threads by writing /proc/self/task/*/comm (measured: the first refusal of landlock).
-OF_A_GPU = ("landlock, memory, seccomp: nobody knows yet all that a GPU's driver needs",)
+OF_A_GPU = ("landlock, the host's memory, seccomp: nobody knows yet all that a GPU's driver needs",)
 
 # Of what the plan counts on: heaps have holes, and Python and the kernels of torch take memory of their own.
 SLACK, SLACK_BYTES = 1.25, 512 << 20
@@ -86,7 +88,9 @@ def confine_fully(begin: Begin, before: Confinement, memory_bytes: int) -> Confi
     """Once: after a first step, and before the first job. `memory_bytes` is what this device lends."""
     possible = {what: attempt for what, attempt in POSSIBLE.items() if what not in OF_SUMS or not begin.direct_sums}
     if begin.device != "cpu":
-        return replace(before, possible=tried({}, possible).possible)
+        said = {} if begin.memory_bytes is None else {"GPU memory": partial(limit_card, begin.device)}
+        after = tried(said, possible, memory_bytes)
+        return replace(before, got=before.got + after.got, possible=after.possible)
     calls = partial(_filter_calls, may_read="landlock" in before.got, network=begin.direct_sums)
     after = tried({"memory": limit_to, "seccomp": calls}, possible, memory_bytes)
     return Confinement(before.got + after.got, before.missing + after.missing, after.possible)
@@ -101,6 +105,12 @@ def _filter_calls(_: int, *, may_read: bool, network: bool) -> None:
 def limit_to(memory_bytes: int) -> None:
     """What is lent, and slack; what is in use already does not count."""
     limit_memory(int(SLACK * memory_bytes) + SLACK_BYTES)
+
+
+def limit_card(device: str, memory_bytes: int) -> None:
+    """The same of a GPU's memory, as far as torch takes it."""
+    _, total = torch.cuda.mem_get_info(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (SLACK * memory_bytes + SLACK_BYTES) / total), device)
 
 
 def _no_core_file(_: int) -> None:

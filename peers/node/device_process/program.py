@@ -22,7 +22,7 @@ import uvloop
 
 from meshcee.capture import Program, decode_program, prepare
 from meshcee.config import Limits
-from meshcee.errors import ProtocolError
+from meshcee.errors import PeerLostError, ProtocolError, unwrap
 from meshcee.files import settled
 from meshcee.job import seeded
 from meshcee.optim import PER_PARAMETER, Optimizer
@@ -57,6 +57,8 @@ from peers.transport.bridge import GIVES, Bridged, Channel
 from peers.wire import Offer, messages
 
 __all__ = ["main"]
+
+LAST_WORD_S = 0.2  # for a refusal to reach the peer
 
 
 class _Questions:
@@ -160,7 +162,7 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
         assert speaks is not None
         return speaks.sign(data)  # by the newest
 
-    async with Compute(begin.device) as compute:
+    async with Compute(begin.device, restarts=True) as compute:
         await graphs.get_ready()
         device = begin.known or await measure_device(
             compute, begin.memory_bytes, host=begin.host, threads_said=begin.threads_said
@@ -183,6 +185,7 @@ async def _serve(channel: Channel, begin: Begin, give_up: Callable[[int], Confin
             )
             lend_profiles(transport, compute, device, member, graphs, shared=bool(begin.host), timeouts=begin.timeouts)
             group.create_task(_tell_state(channel, member))
+            group.create_task(_end_when_broken(compute, member, begin.timeouts.hung_s))
             channel.post(Ready(device, confinement))
             while True:
                 message, handle = await channel.receive()
@@ -231,6 +234,16 @@ async def _tell_state(channel: Channel, member: Member) -> None:
         channel.post(State(member.is_busy))
 
 
+async def _end_when_broken(compute: Compute, member: Member, most_s: float) -> None:
+    """Once whoever works here has heard why, after `most_s` at the latest: its peer starts the next process."""
+    why = await compute.calls.until_broken()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(most_s):
+            await member.wait_until_idle()
+    await asyncio.sleep(LAST_WORD_S)
+    raise PeerLostError(why)
+
+
 def main() -> None:
     """Arguments: the parent's process id, the descriptor of the channel."""
     parent, handle = map(int, sys.argv[1:3])
@@ -244,8 +257,9 @@ def main() -> None:
 async def _main(handle: int) -> None:
     try:
         await serve(socket.socket(fileno=handle), (confine, confine_fully))
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        print(unwrap(error), file=sys.stderr)  # the last line is told by the peer
         os._exit(1)  # no thread of torch's is waited for
     os._exit(0)
 

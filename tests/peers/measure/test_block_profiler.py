@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from meshcee.errors import PlanError, ProtocolError
 from meshcee.figures.timing import BlockTimes
 from meshcee.job import Job
 from meshcee.optim import Optimizer
+from meshcee.stage.runner import StageRunner
 from peers.device.compute import Compute, Pace
 from peers.device.graphs import Graphs
 from peers.measure.block_profiler import BlockProfiler, ProfileRequest
@@ -136,11 +138,11 @@ async def test_an_emulated_device_is_not_as_slow_as_the_machine_was_meanwhile() 
         return call(*args)
 
     class Disturbed(Compute):
-        calls = 0
+        paced = 0
 
         async def run(self, call: Any, *args: Any, flops: float = 0.0) -> Any:
-            self.calls += flops > 0
-            late = flops > 0 and self.calls % 5 != 0
+            self.paced += flops > 0
+            late = flops > 0 and self.paced % 5 != 0
             return await super().run(partial(disturbed, call) if late else call, *args, flops=flops)
 
     job, captured = captured_job()
@@ -245,6 +247,28 @@ async def test_absurd_requests_are_refused_in_a_sentence(changes: dict[str, Any]
     assert reply.kind == messages.REFUSED
     assert says in reply.header["message"]
     assert isinstance(messages.error_from(reply.header), (ProtocolError, PlanError))
+
+
+async def test_a_block_that_never_comes_back_is_found_by_the_next_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, captured = captured_job()
+    data, comes_back = encode_program(captured.train), threading.Event()
+    ask = Frame(messages.PROFILE, {"graph": hashlib.sha256(data).hexdigest()}, [request_of(job, captured).pack()])
+    monkeypatch.setattr(StageRunner, "forward", lambda runner, *args: comes_back.wait(30.0))
+    network = MemoryNetwork()
+    async with Compute() as compute, network.transport("owner") as owner, network.transport("peer") as peer:
+        peer.serve("profile", profiler(compute, budget_s=0.02, timeouts=Timeouts(hung_s=0.2)).serve)
+        try:
+            for says in ("one pass of the job's blocks takes this peer more than", "has not come back"):
+                stream = await owner.open("peer", "profile")
+                await stream.send(ask)
+                assert (await stream.recv()).kind == messages.WANTED
+                await stream.send(Frame(messages.GRAPH, {}, [data]))
+                async with asyncio.timeout(20):
+                    refused = await stream.recv()
+                assert refused.kind == messages.REFUSED
+                assert says in refused.header["message"]
+        finally:
+            comes_back.set()
 
 
 async def test_another_graph_than_announced_and_one_that_is_none_are_refused() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import ProtocolError
+from peers.device.calls import Calls
 from peers.device.compute import Compute
 from peers.device.graphs import Graphs
 from peers.member.service import Member
@@ -85,7 +86,7 @@ async def test_of_two_offers_that_wait_for_a_third_ones_work_to_end_the_later_ow
 ) -> None:
     """The work of "a" takes a while to end; whoever came first went on when it had, and the later one was refused."""
     network, worked = MemoryNetwork(), list[str]()
-    compute: Any = SimpleNamespace(done=0)
+    compute: Any = SimpleNamespace(done=0, calls=Calls())
 
     async def answer(owner: str, frame: Frame, after_s: float) -> str:
         async with network.transport(owner) as there:
