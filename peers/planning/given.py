@@ -66,8 +66,8 @@ def check_plan(plan: Plan, job: Job, captured: Capture) -> None:
         )
 
 
-async def given_plan(agent: MeshView, plan: Plan, job: Job, captured: Capture) -> Planned:
-    """The plan as if the coordinator had made it, once all its peers are seen."""
+async def given_plan(agent: MeshView, plan: Plan, job: Job, captured: Capture, keeps: str = "") -> Planned:
+    """The plan as if the coordinator had made it, once all its peers are seen. `keeps` is that of the job's costs."""
     check_plan(plan, job, captured)
     wanted = set(plan.peers)
     try:
@@ -83,7 +83,7 @@ async def given_plan(agent: MeshView, plan: Plan, job: Job, captured: Capture) -
             raise UsageError(f"the plan's peer {agent.names()[peer]!r} lends no device")
     members = {peer: agent.device_of(peer) for peer in plan.peers}
     threads = plan.threads or job.threads or threads_of(agent.lent())
-    _, left = fitting(members, job.mix, threads, versions())
+    _, left = fitting(members, job.mix, threads, versions(), keeps=keeps)
     if left:
         raise PlanError(f"the plan's peer {agent.names()[left[0].peer]!r} cannot take part: {left[0].why}")
     return Planned(with_classes(plan, members, threads), lease.term)

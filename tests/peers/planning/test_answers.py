@@ -10,6 +10,7 @@ import pytest
 
 from meshcee.errors import PlanError
 from meshcee.figures import JobCosts, LinkProfile, Versions
+from meshcee.figures.kernels import KernelClass
 from meshcee.plan import Plan
 from peers.planning import PlanRequest
 from tests.planner.test_live import BLOCKS, JOB, measured, plan
@@ -73,6 +74,14 @@ def test_a_plan_that_is_not_what_was_asked_for_is_refused(answered: Plan, why: s
     request.check(on(peers=("p0", "nobody here yet")), KNOWN)
     with pytest.raises(PlanError, match=why):
         request.check(answered, KNOWN)
+
+
+def test_a_plan_on_another_class_than_the_runs_is_refused() -> None:
+    began = KernelClass("cpu", "another", "", 0)
+    request = PlanRequest(replace(ASKED, mix="none").begun_on([began]))
+    assert PlanRequest.from_frame(request.frame()).job.keeps == "cpu another"
+    with pytest.raises(PlanError, match="the run has begun on cpu another"):
+        request.check(PLAN, KNOWN)
 
 
 def test_a_codec_of_the_job_is_for_all_boundaries() -> None:
