@@ -147,8 +147,7 @@ class Training:
         self._incarnation = 0
         self._turn = Turn(agent, job.name, on_wait, wanted.after, goes_on=wanted.resume is not None)
         self._journal = Journal(agent)
-        self._weights: Mapping[str, str] = {}  # digests of those that the run began with, and of this machine's where they count
-        self._own_weights: Mapping[str, str] = {}
+        self._check_weights: Callable[..., None] = partial(check_weights, {}, {})  # as the run that goes on began with
         self._last = 0  # the incarnation of the run's owner before this one
         self._course: course.Course | None = None  # once the run is known
         self._recovery = Recovery(agent)
@@ -255,12 +254,12 @@ class Training:
             threads = same_threads(self._job, about.devices, run.id)
             self._job = replace(self._job, micro_batch_size=about.micro_batch, threads=threads)
             begins, kinds = 0, about.devices
-            self._own_weights = first_weights(captured)
-            check_weights(self._own_weights, about.weights, again=False)
+            self._check_weights = partial(check_weights, first_weights(captured), about.weights)
+            self._check_weights(again=False)
         reports = run.reports()
         for line in reports:
             self._numbers.losses[line["step"]] = math.nan if line["loss"] is None else line["loss"]
-        self._key, self._last, self._weights = about.key or self._key, about.incarnation, about.weights
+        self._key, self._last = about.key or self._key, about.incarnation
         told = next(s for s in itertools.count(begins) if s not in self._numbers.losses)
         self._noted = [] if step else noted(run.folder, self._key, begins, told)
         done = max([begins, *(copied.next_step for copied in self._noted)])
@@ -466,7 +465,7 @@ class Training:
             self.copies.restore(self._noted, self._agent.directory.peers.keys())
             self.base = self.copies.newest(len(self.result.losses)) or self.base
             self._noted = []
-        check_weights(self._own_weights, self._weights, again=self.base is None)
+        self._check_weights(again=self.base is None)
         if self._job.verify and not self._is_examined:  # once: the finest cut covers what later plans cut
             self._is_examined = True
             await self._look_at_module(captured, plan)

@@ -103,8 +103,7 @@ def check_weights(own: Mapping[str, str], run: Mapping[str, Any], *, again: bool
     """
     if any(run.get(kind, digest) != digest for kind, digest in own.items() if again or kind == "frozen"):
         raise UsageError(
-            "the model starts from other weights here than the run did: seed it, or give the same base model, as the copies with peers "
-            "hold only what training changes"
+            "the model starts from other weights here than the run did: seed it, or give the same base model"
         )
 
 

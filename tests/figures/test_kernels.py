@@ -63,7 +63,10 @@ def test_a_run_keeps_to_the_class_that_it_has_begun_on_however_fast_others_are()
     kept, left = begun.fitting(devices)
     assert list(kept) == ["a"]
     assert {x.peer for x in left} == {"b", "c"}
-    with pytest.raises(PlanError, match="the run has begun on cpu AMD AVX2, torch 2.13.0\\+cpu.*join such a device, or go on with --mix"):
+    with pytest.raises(
+        PlanError,
+        match=r"the run has begun on cpu AMD AVX2, torch 2.13.0\+cpu.*join such a device, or go on with --mix",
+    ):
         choose(Measured({"b": OTHER}, {}, {}, {}), begun)
     assert replace(begun, mix="devices").begun_on([class_of(CPU, 2)]).keeps == ""
 
@@ -74,7 +77,7 @@ def test_a_run_that_draws_keeps_to_its_kind_of_device() -> None:
     assert choose(mesh, draws)[0].best.peers == ("b",)
     begun = draws.begun_on([class_of(CPU, 2), class_of(OTHER, 2)])
     assert choose(mesh, begun)[0].best.peers == ("a",)
-    with pytest.raises(PlanError, match="it is a cuda H200.*has begun on cpu.*join such a device$"):
+    with pytest.raises(PlanError, match=r"it is a cuda H200.*has begun on cpu.*join such a device$"):
         choose(replace(mesh, devices={"b": GPU}), begun)
     mixed = replace(draws, mix="none").begun_on([class_of(CPU, 2), class_of(OTHER, 2)])
     assert mixed.keeps == "cpu"  # it has no class any more

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.virtual_chaos import captured_job
 from meshcee.capture import Capture, capture
 from meshcee.capture.initial_state import InitialState
 from meshcee.eager import plain
@@ -21,7 +22,7 @@ from meshcee.job import Job
 from meshcee.optim import Optimizer
 from peers.node.assemble import JoinOptions, join
 from peers.state import check_weights, first_weights
-from tests.peers.owner.test_standby import Story, captured_job, killed
+from tests.peers.owner.test_standby import Story, killed
 from tests.rig.virtual_time import quiet, run
 
 STEPS, MICRO, CUT_AT = 4, 2, 1
@@ -39,8 +40,9 @@ def adapters(base: int = 0, own: int = 0) -> nn.Module:
 def job_of(model: Any) -> Job:
     torch.manual_seed(1)
     data = [(row, row.sum(0, keepdim=True)) for row in torch.randn(8, 4)]
-    settings = {"batch_size": 4, "micro_batch_size": MICRO, "steps": STEPS, "adapt": False, "checkpoint_every": 1000}
-    return Job(model, nn.functional.mse_loss, data, Optimizer("SGD", lr=0.1), **settings)
+    optimizer, loss = Optimizer("SGD", lr=0.1), nn.functional.mse_loss
+    job = Job(model, loss, data, optimizer, batch_size=4, micro_batch_size=MICRO, steps=STEPS)
+    return replace(job, adapt=False, checkpoint_every=1000)
 
 
 async def trained(job: Job, home: Home, *, until: int | None = None, resume: str | None = None) -> list[float]:
