@@ -131,7 +131,7 @@ class Job:
     threads    that every CPU computes with; None: what the first plan's peers can spare, then the same for the whole run
     mix        which devices a plan may put together: "devices" (those that run the owner's torch release and meshcee; where they
                are of several kernel classes the plan says that no single machine's loop has its bits), "none" (of one kernel
-               class only: exact always), or "versions" (all)
+               class only, the same for the whole run: exact always), or "versions" (all)
     adapt      go over to another plan when a device or link has changed and that pays before the job ends; it changes no
                number of a run that neither rounds (codec) nor shares samples (groups)
     audit      the share of the members' steps that the owner computes again, chosen in secret: a member whose result differs by

@@ -36,6 +36,12 @@ class KernelClass:
             parts.append(f"{self.threads} thread{'s' * (self.threads > 1)}")
         return ", ".join(parts)
 
+    @classmethod
+    def of_run(cls, kind: str, name: str, threads: int | None) -> KernelClass:
+        """As a run's description has it: the kind, then model and torch, then threads."""
+        model, _, build = name.rpartition(", torch ")
+        return cls(kind, model, build, threads or 0)
+
     def plain_loop(self) -> str:
         """What the plain loop with the same bits must run on, and how."""
         where = str(replace(self, threads=0))
@@ -56,7 +62,12 @@ def without_threads(device: DeviceProfile) -> str:
 
 
 def fitting(
-    devices: Mapping[str, DeviceProfile], mix: str, threads: int, owner: Versions | None, judge: str = ""
+    devices: Mapping[str, DeviceProfile],
+    mix: str,
+    threads: int,
+    owner: Versions | None,
+    judge: str = "",
+    keeps: str = "",
 ) -> tuple[dict[str, DeviceProfile], list[LeftOut]]:
     """The devices that a plan may have, and why not the others.
 
@@ -65,6 +76,7 @@ def fitting(
     threads  of the run; 0: each has its own
     owner    what it runs; None: nobody knows
     judge    the kernel class, threads aside, of the machine that computes audited steps again; "": no step is audited
+    keeps    the kernel class, threads aside, or the kind of device that the run must go on with; "": any
     """
     kept: dict[str, DeviceProfile] = {}
     left: list[LeftOut] = []
@@ -77,6 +89,9 @@ def fitting(
             why = f'it runs {why}; Job(mix="versions") allows it' if why else None
         if why is None and judge and (own := without_threads(device)) != judge:
             why = f"it is a {own}, and the job is audited on a {judge}, which cannot compute its steps again"
+        if why is None and keeps not in ("", device.kind, own := without_threads(device)):
+            other = ", or go on with --mix devices" if mix == "none" else ""
+            why = f"it is a {own}, and the run has begun on {keeps}, whose bits it must keep: join such a device{other}"
         if why is None:
             kept[peer] = device
         else:

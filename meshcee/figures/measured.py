@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from meshcee.errors import ProtocolError
 from meshcee.fields import Count, NotNegative
-from meshcee.figures.kernels import MIXES, fitting
+from meshcee.figures.kernels import MIXES, KernelClass, fitting
 from meshcee.figures.profile import BlockCost, Cores, DeviceProfile, LinkProfile
 from meshcee.figures.timing import MAX_SIZES, BlockTimes
 from meshcee.figures.versions import Versions
@@ -44,6 +44,7 @@ class JobCosts:
     moments  per block: bytes of what the optimizer keeps, and of an average, for each byte of weights in full; (): 2, as AdamW
     audited  members keep what their last steps began with; judge: the kernel class that computes their steps again
     draws  random numbers, as dropout does: a CPU's are not a GPU's, so a plan has devices of one kind
+    keeps  of a run that has begun: the kernel class (mix "none") or the kind of device (`draws`) that its plans keep to
     groups  whether devices of one region may share a stage; direct_sums and clips as the job says
     workspace  of micro-batches of so many samples, what the operators of each block take for a moment; () when nobody looked
     pipelines  whether a plan may have several side by side: no buffer holds statistics of all micro-batches
@@ -71,11 +72,19 @@ class JobCosts:
     audited: bool = False
     judge: Annotated[str, Meta(max_length=MAX_CLASS)] = ""
     draws: bool = False
+    keeps: Annotated[str, Meta(max_length=MAX_CLASS)] = ""
     workspace: Annotated[tuple[tuple[Count, tuple[Count, ...]], ...], Meta(max_length=MAX_SIZES)] = ()
 
     def fitting(self, devices: Mapping[str, DeviceProfile]) -> tuple[dict[str, DeviceProfile], list[LeftOut]]:
         """The devices that a plan may have, and why not the others."""
-        return fitting(devices, self.mix, self.threads, self.versions, self.judge)
+        return fitting(devices, self.mix, self.threads, self.versions, self.judge, self.keeps)
+
+    def begun_on(self, classes: Iterable[KernelClass]) -> JobCosts:
+        """The same of a run that such devices have computed; of none, or of unlike ones, it keeps to nothing."""
+        every = list(classes)
+        kernels = {str(replace(of, threads=0)) for of in every if self.mix == "none"}
+        kinds = {of.kind for of in every if self.draws}
+        return replace(self, keeps=next((found.pop() for found in (kernels, kinds) if len(found) == 1), ""))
 
     def check(self) -> None:
         """Figures that belong together do; ProtocolError otherwise. Each by itself has been read."""

@@ -51,6 +51,7 @@ class About:
     incarnation: Count = 0
     plan: Mapping[str, Any] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
+    weights: Mapping[str, str] = field(default_factory=dict)  # digests of the first ones; none in older runs
 
 
 @dataclass(frozen=True)

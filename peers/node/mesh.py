@@ -18,7 +18,9 @@ from meshcee.callbacks import Callback, Control, called
 from meshcee.capture import Capture, capture
 from meshcee.epochs import course
 from meshcee.errors import MeshceeError, StaleTermError, UsageError
+from meshcee.fields import read
 from meshcee.files import Home
+from meshcee.files.home import About
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan
 from meshcee.sampling import unrepeatable
@@ -35,7 +37,7 @@ from peers.owner import (
     with_state,
 )
 from peers.planning import Planned, ask_plan, given_plan, question
-from peers.state import check_same
+from peers.state import check_same, check_weights, first_weights
 
 if TYPE_CHECKING:
     from peers.measure import Trace
@@ -166,7 +168,7 @@ class Mesh:
         """Follow this job's run on another machine until its owner is gone: (run, owner), for `train(resume=run, after=owner)`.
 
         None when the run has ended by itself. `tell` hears in sentences what the standby does. Raises UsageError when the run
-        is of another job of that name, or when this machine could not feed its steps again as they were fed.
+        is of another job of that name or began with other weights, or when this machine could not feed its steps again.
         """
         from peers.owner.standby import stand_by
 
@@ -177,7 +179,12 @@ class Mesh:
                 f"{why}. What the run was fed lies on its owner's disk only, so a standby could not compute a step again: write "
                 "this, or leave --standby out"
             )
-        check = lambda info: check_same(job, captured, info.get("job", {}), int(info.get("micro_batch", 0)))  # noqa: E731
+        own = await asyncio.to_thread(first_weights, captured)
+
+        def check(info: Mapping[str, Any]) -> None:
+            check_same(job, captured, info.get("job", {}), int(info.get("micro_batch", 0)))
+            check_weights(own, read(info, About, "the run", defaults=True).weights, again=True)
+
         return await stand_by(self.agent, self.agent.shelf, self._home, job.name, check, tell)
 
     async def train(

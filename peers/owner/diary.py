@@ -11,18 +11,20 @@ import math
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
 
-from meshcee.errors import MeshceeError
+from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import DeviceProfile, class_of
+from meshcee.figures.kernels import KernelClass
 from meshcee.files import Home, Run, Trouble, disk, dumps
+from meshcee.job import Job
 from meshcee.plan import Plan
 from peers.state import RETRY_S
 
-__all__ = ["Diary", "Losses", "Numbers", "next_incarnation"]
+__all__ = ["Diary", "Losses", "Numbers", "next_incarnation", "same_threads"]
 
 log = structlog.get_logger()
 
@@ -68,16 +70,30 @@ class Numbers:
     def __init__(self) -> None:
         self.losses = Losses()  # of every step that has been reported
         self.kinds: set[tuple[str, str, int]] = set()  # of devices that have computed it
+        self.classes: Collection[KernelClass] = ()  # of those that computed it last
         self.begins = 0  # with which step this process began
         self._joined: dict[str, int] = {}  # the first step of each member
         self.shares = self.coded = False  # whether a plan of it had groups, or codecs: sums and roundings are its own
+
+    @property
+    def bound_to(self) -> Collection[KernelClass]:
+        """The classes of devices whose numbers the run goes on with: none while no step was told of."""
+        return self.classes if len(self.losses) else ()
+
+    def go_on(self, kinds: Iterable[Sequence[Any]], rounds: tuple[bool, bool]) -> None:
+        """With a run that these kinds of devices have computed, with or without groups and codecs."""
+        self.kinds = {(kind, name, threads) for kind, name, threads in kinds}
+        self.classes = {KernelClass.of_run(*kind) for kind in self.kinds}
+        self.shares, self.coded = rounds
 
     def begin(self, plan: Plan, devices: Mapping[str, DeviceProfile]) -> None:
         """Steps are computed by this plan on these devices from now on."""
         self.shares |= plan.shares_samples
         self.coded |= bool(plan.codecs)
-        classes = {class_of(device, plan.threads) for device in devices.values()}
-        self.kinds |= {(of.kind, f"{of.model}, torch {of.torch}", of.threads) for of in classes}
+        if not len(self.losses):  # nothing that others computed counts
+            self.kinds.clear()
+        self.classes = {class_of(device, plan.threads) for device in devices.values()}
+        self.kinds |= {(of.kind, f"{of.model}, torch {of.torch}", of.threads) for of in self.classes}
 
     def join(self, peers: Iterable[str], step: int) -> None:
         """These compute this step, and those behind it."""
@@ -100,6 +116,19 @@ class Numbers:
                 "from was not that of the run; if the data is not at fault, please report it"
             )
         log.warning(told + ": the peers' devices or codecs round differently")
+
+
+def same_threads(job: Job, kinds: Sequence[Any], run: str) -> int | None:
+    """The number of threads that these kinds of devices have had; another one would go on with other bits."""
+    had = {threads for kind, _, threads in kinds if kind == "cpu"}
+    if len(had) != 1:
+        return job.threads
+    if job.threads not in (None, *had):
+        raise UsageError(
+            f"run {run} computes with {min(had)} threads, and {job.threads} were asked for: they give other bits; leave "
+            "--threads, or `threads` of the job, out"
+        )
+    return int(min(had))
 
 
 UNLIKE = 1e-3  # how much a repeated loss may differ, relatively, where devices or codecs round differently

@@ -24,14 +24,14 @@ from meshcee.capture import Capture, capture
 from meshcee.epochs import course, moves
 from meshcee.errors import MeshceeError, PeerLostError, PlanError, UsageError
 from meshcee.events import Event
-from meshcee.figures import BlockTimes, DeviceProfile
+from meshcee.figures import BlockTimes, DeviceProfile, JobCosts
 from meshcee.files import Home, Run, Trouble, disk, settled
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Term
 from meshcee.sampling import FED, repeats
 from meshcee.stage import check_generators, remarks
 from peers.mesh_view import MeshView
-from peers.owner.diary import Diary, Numbers, next_incarnation
+from peers.owner.diary import Diary, Numbers, next_incarnation, same_threads
 from peers.owner.epoch import Owner, Report, in_doubt
 from peers.owner.feed import Feed, Stalls, Steering
 from peers.owner.offering import check_members
@@ -50,7 +50,9 @@ from peers.state import (
     Manifest,
     Supplies,
     check_same,
+    check_weights,
     description,
+    first_weights,
     keepers_with_room,
     noted,
 )
@@ -140,6 +142,7 @@ class Training:
         self._incarnation = 0
         self._turn = Turn(agent, job.name, on_wait, wanted.after, goes_on=wanted.resume is not None)
         self._journal = Journal(agent)
+        self._check_weights: Callable[..., None] = partial(check_weights, {}, {})  # as the run that goes on began with
         self._last = 0  # the incarnation of the run's owner before this one
         self._course: course.Course | None = None  # once the run is known
         self._recovery = Recovery(agent)
@@ -243,9 +246,11 @@ class Training:
             begins, kinds = self._from_disk(store.find(step, run.id), run, captured)
         else:  # its owner died before the first checkpoint, or elsewhere: the copies are all that there is, or its first step
             check_same(self._job, captured, about.job, about.micro_batch)
-            threads = self._same_threads(about.devices, run.id)
+            threads = same_threads(self._job, about.devices, run.id)
             self._job = replace(self._job, micro_batch_size=about.micro_batch, threads=threads)
             begins, kinds = 0, about.devices
+            self._check_weights = partial(check_weights, first_weights(captured), about.weights)
+            self._check_weights(again=False)
         reports = run.reports()
         for line in reports:
             self._numbers.losses[line["step"]] = math.nan if line["loss"] is None else line["loss"]
@@ -256,15 +261,14 @@ class Training:
         measured = (line for line in reports if line.get("metrics") and line["step"] < done)
         self.result.metrics += [(line["step"], line["metrics"]) for line in measured]
         self.result.losses = [self._numbers.losses[s] for s in range(done)]
-        self._numbers.kinds = {(k, n, t) for k, n, t in kinds}
-        self._numbers.shares, self._numbers.coded = about.rounds
+        self._numbers.go_on(kinds, about.rounds)
         self._steering.control.restore(reports, len(self._numbers.losses), is_over=run.is_over)
         return reports
 
     def _from_disk(self, base: Checkpoint, run: Run, captured: Capture) -> tuple[int, Sequence[Any]]:
         """Begin with this checkpoint; its step, and the kinds of devices that have computed the run."""
         base.check(self._job, captured)
-        threads = self._same_threads(base.manifest["devices"], run.id)
+        threads = same_threads(self._job, base.manifest["devices"], run.id)
         if base.next_step >= self._job.steps:
             raise UsageError(
                 f"run {run.id} has done its {base.next_step} steps; raise `steps` of the job to train on, or use "
@@ -277,18 +281,6 @@ class Training:
         self._job = replace(self._job, micro_batch_size=base.micro_batch, threads=threads)
         self._captured = captured.over(base.weights(captured.state))
         return base.next_step, base.manifest["devices"]
-
-    def _same_threads(self, kinds: Sequence[Any], run: str) -> int | None:
-        """The number of threads that these kinds of devices have had; another one would go on with other bits."""
-        had = {threads for kind, _, threads in kinds if kind == "cpu"}
-        if len(had) != 1:
-            return self._job.threads
-        if self._job.threads not in (None, *had):
-            raise UsageError(
-                f"run {run} computes with {min(had)} threads, and {self._job.threads} were asked for: they give other bits; leave "
-                "--threads, or `threads` of the job, out"
-            )
-        return int(min(had))
 
     # -- epochs --------------------------------------------------------------------------------------------------------
 
@@ -348,7 +340,8 @@ class Training:
                 return moves.Turned(await self._turn.wait(self._key))
             case moves.Profile():
                 assert self._captured is not None
-                self._request = await question(agent, self._job, self._captured, self._wanted.stages, self._lent)
+                ask = self._job, self._captured, self._wanted.stages, self._lent, self._numbers.bound_to
+                self._request = await question(agent, *ask)
                 return moves.Profiled()
             case moves.AskPlan():
                 return await found_or_not(self._plan())
@@ -465,6 +458,7 @@ class Training:
             self.copies.restore(self._noted, self._agent.directory.peers.keys())
             self.base = self.copies.newest(len(self.result.losses)) or self.base
             self._noted = []
+        self._check_weights(again=self.base is None)
         if self._job.verify and not self._is_examined:  # once: the finest cut covers what later plans cut
             self._is_examined = True
             await self._look_at_module(captured, plan)
@@ -529,11 +523,15 @@ class Training:
         return found
 
     async def _plan(self) -> Planned:
-        if self._wanted.plan is not None:
+        job = self._costs(self._job.micro_batch_size)  # of the first plan, if there was one
+        if (given := self._wanted.plan) is not None:
             assert self._captured is not None
-            return await given_plan(self._agent, self._wanted.plan, self._job, self._captured, self._request.job)
-        job = replace(self._request.job, micro_batch=self._job.micro_batch_size)  # of the first plan, if there was one
+            return await given_plan(self._agent, given, self._job, self._captured, job)
         return await ask_plan(self._agent, replace(self._request, job=job))
+
+    def _costs(self, micro_batch: int | None) -> JobCosts:
+        """Of the job, in such micro-batches, on devices with the bits of the steps that were told of."""
+        return replace(self._request.job.begun_on(self._numbers.bound_to), micro_batch=micro_batch)
 
     def _asking(self, going: course.Course) -> PlanRequest:
         """For another plan than the one there is, with the same micro-batches."""
@@ -541,8 +539,7 @@ class Training:
             self._request = supplier.priced(self._agent, self._request)
         if going.plan is None:
             return self._request
-        micro_batch = going.plan.what.plan.micro_batch
-        return replace(self._request, job=replace(self._request.job, micro_batch=micro_batch), wanted=())
+        return replace(self._request, job=self._costs(going.plan.what.plan.micro_batch), wanted=())
 
     def _how_to_go_on(self, error: MeshceeError, first: str = "start more peers") -> str:
         waited_s = self._agent.timeouts.regroup_s
@@ -566,6 +563,7 @@ class Training:
         await self._listen(self._steering.listeners.plan(plan))
         self._job = replace(self._job, micro_batch_size=plan.micro_batch, threads=plan.threads or None)  # from now on
         self._numbers.begin(plan, devices)
+        self._request = replace(self._request, job=self._request.job.begun_on(self._numbers.classes))
         self._incarnation = self._incarnation or next_incarnation(self._home, self._last)
         epoch = Epoch(self._incarnation, number)
         store = await asyncio.to_thread(self._keep, captured, plan, names)
@@ -648,6 +646,7 @@ class Training:
         }
         try:
             if self._diary is None:
+                info["weights"] = first_weights(captured)
                 self._diary = Diary(self._home.new_run(self._job.name), self._trouble)
             run, begins = self._diary.run, not self._diary.is_begun
             if begins:

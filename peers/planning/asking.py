@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
 from dataclasses import replace
 
 import structlog
@@ -14,6 +15,7 @@ import structlog
 from meshcee.capture import Capture
 from meshcee.errors import JoinError, MeshceeError
 from meshcee.figures import JobCosts, LinkProfile, threads_of
+from meshcee.figures.kernels import KernelClass
 from meshcee.job import At, Job
 from peers.mesh_view import MeshView
 from peers.planning.coordinator import Planned, PlanRequest, request_plan
@@ -44,12 +46,20 @@ async def ask_plan(agent: MeshView, request: PlanRequest) -> Planned:
 
 
 async def question(
-    agent: MeshView, job: Job, captured: Capture, stages: int | None, lent: tuple[str, ...] = ()
+    agent: MeshView,
+    job: Job,
+    captured: Capture,
+    stages: int | None,
+    lent: tuple[str, ...] = (),
+    begun: Iterable[KernelClass] = (),
 ) -> PlanRequest:
-    """What the coordinator must know: the job's costs, and how long its blocks take each idle device."""
+    """What the coordinator must know: the job's costs, and how long its blocks take each idle device.
+
+    `begun` are the kernel classes of the devices that have computed the run so far.
+    """
     await agent.see_the_mesh(lent)
     costs = await asyncio.to_thread(costs_of, job, captured, agent.measures)
-    costs = replace(costs, threads=costs.threads or threads_of(agent.lent()))
+    costs = replace(costs.begun_on(begun), threads=costs.threads or threads_of(agent.lent()))
     if not agent.measures:
         return PlanRequest(costs, {}, stages, lent)
     if costs.groups:

@@ -98,7 +98,7 @@ async def given_plan(
             raise UsageError(f"the plan's peer {agent.names()[peer]!r} lends no device")
     members = {peer: agent.device_of(peer) for peer in plan.peers}
     threads = plan.threads or job.threads or threads_of(agent.lent())
-    _, left = fitting(members, job.mix, threads, versions())
+    _, left = fitting(members, job.mix, threads, versions(), keeps=costs.keeps if costs is not None else "")
     if left:
         raise PlanError(f"the plan's peer {agent.names()[left[0].peer]!r} cannot take part: {left[0].why}")
     if agent.measures:

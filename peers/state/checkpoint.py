@@ -26,9 +26,11 @@ from typing import Annotated, Any
 import safetensors
 import structlog
 import torch
+import xxhash
 from msgspec import Meta
 
 from meshcee.capture import Capture
+from meshcee.capture.initial_state import InitialState
 from meshcee.errors import CheckpointError, ProtocolError, UsageError
 from meshcee.events import Event
 from meshcee.fields import Count, read
@@ -38,7 +40,7 @@ from meshcee.job import Job
 from meshcee.sampling import order_digest
 from meshcee.stage import AVERAGE
 
-__all__ = ["Checkpoint", "CheckpointStore", "Draft", "check_same", "description"]
+__all__ = ["Checkpoint", "CheckpointStore", "Draft", "check_same", "check_weights", "description", "first_weights"]
 
 log = structlog.get_logger()
 
@@ -78,6 +80,31 @@ def check_same(job: Job, captured: Capture, run: Mapping[str, Any], micro_batch:
         raise UsageError(
             f"the run has micro-batches of {micro_batch}, the job says {job.micro_batch_size}: "
             "leave micro_batch_size as it was"
+        )
+
+
+def first_weights(captured: Capture) -> dict[str, str]:
+    """Digests of what a run begins with: of the tensors that training changes, and of the frozen ones, which no copy holds.
+
+    A tensor counts by its recipe, if it has one, so no large model is made; else by its bytes, one at a time.
+    """
+    state, changes = captured.state, {x.name for x in captured.train.inputs if x.trainable or x.mutated}
+    found = {"changed": xxhash.xxh3_128(), "frozen": xxhash.xxh3_128()}
+    for name in sorted(captured.layout):
+        digest = found["changed" if name in changes else "frozen"]
+        digest.update(name.encode())
+        recipe = state.recipe(name) if isinstance(state, InitialState) else None
+        digest.update(byte_view(state[name].detach().cpu()) if recipe is None else recipe)
+    return {kind: digest.hexdigest() for kind, digest in found.items()}
+
+
+def check_weights(own: Mapping[str, str], run: Mapping[str, Any], *, again: bool) -> None:
+    """Raises UsageError where the run began with other frozen weights than these digests say; other ones count too if it may begin
+    `again`. A run that was written before there were digests has none, and passes.
+    """
+    if any(run.get(kind, digest) != digest for kind, digest in own.items() if again or kind == "frozen"):
+        raise UsageError(
+            "the model starts from other weights here than the run did: seed it, or give the same base model"
         )
 
 

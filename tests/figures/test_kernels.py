@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshcee.errors import PlanError
-from meshcee.figures.kernels import class_of, fitting, remark, with_classes, without_threads
+from meshcee.figures.kernels import KernelClass, class_of, fitting, remark, with_classes, without_threads
 from meshcee.figures.measured import JobCosts, Measured
 from meshcee.figures.profile import BlockCost, DeviceProfile
 from meshcee.figures.versions import PYTHON_FROM, TORCH_BELOW, TORCH_FROM, Versions
@@ -53,6 +53,40 @@ def test_one_class_only_is_that_with_the_most_speed() -> None:
     assert list(kept) == ["b"]
     assert {x.peer for x in left} == {"a", "c"}
     assert "cpu AMD AVX2" in left[0].why
+
+
+def test_a_run_keeps_to_the_class_that_it_has_begun_on_however_fast_others_are() -> None:
+    devices = {"a": CPU, "b": OTHER, "c": OTHER}
+    begun = JobCosts([BlockCost("h", 1e7, 10, 10, 10, 10, 10)], 4, mix="none", versions=OURS, threads=2)
+    assert list(begun.fitting(devices)[0]) == ["b", "c"]
+    begun = begun.begun_on([class_of(CPU, 2)])
+    kept, left = begun.fitting(devices)
+    assert list(kept) == ["a"]
+    assert {x.peer for x in left} == {"b", "c"}
+    with pytest.raises(
+        PlanError,
+        match=r"the run has begun on cpu AMD AVX2, torch 2.13.0\+cpu.*join such a device, or go on with --mix",
+    ):
+        choose(Measured({"b": OTHER}, {}, {}, {}), begun)
+    assert replace(begun, mix="devices").begun_on([class_of(CPU, 2)]).keeps == ""
+
+
+def test_a_run_that_draws_keeps_to_its_kind_of_device() -> None:
+    draws = JobCosts([BlockCost("h", 1e7, 10, 10, 10, 10, 10)], 4, draws=True, versions=OURS, threads=2)
+    mesh = Measured({"a": CPU, "b": replace(GPU, speed_flops_per_s=1e12)}, {}, {}, {})
+    assert choose(mesh, draws)[0].best.peers == ("b",)
+    begun = draws.begun_on([class_of(CPU, 2), class_of(OTHER, 2)])
+    assert choose(mesh, begun)[0].best.peers == ("a",)
+    with pytest.raises(PlanError, match=r"it is a cuda H200.*has begun on cpu.*join such a device$"):
+        choose(replace(mesh, devices={"b": GPU}), begun)
+    mixed = replace(draws, mix="none").begun_on([class_of(CPU, 2), class_of(OTHER, 2)])
+    assert mixed.keeps == "cpu"  # it has no class any more
+
+
+def test_a_class_is_read_from_a_runs_description() -> None:
+    for device in (CPU, GPU, replace(CPU, versions=None)):
+        of = class_of(device, 2)
+        assert KernelClass.of_run(of.kind, f"{of.model}, torch {of.torch}", of.threads) == of
 
 
 def test_a_device_without_the_threads_is_left_out() -> None:

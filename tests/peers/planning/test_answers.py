@@ -11,6 +11,7 @@ import pytest
 
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.figures import JobCosts, LinkProfile, Versions
+from meshcee.figures.kernels import KernelClass
 from meshcee.plan import Plan
 from peers.planning import PlanRequest
 from tests.planner.test_live import BLOCKS, JOB, measured, plan
@@ -99,6 +100,14 @@ def test_a_coordinator_plans_no_job_that_would_keep_it_busy_for_hours(
     frame = PlanRequest(replace(ASKED, **changes)).frame()
     with pytest.raises(ProtocolError, match=says) if says else nullcontext():
         PlanRequest.from_frame(frame)
+
+
+def test_a_plan_on_another_class_than_the_runs_is_refused() -> None:
+    began = KernelClass("cpu", "another", "", 0)
+    request = PlanRequest(replace(ASKED, mix="none").begun_on([began]))
+    assert PlanRequest.from_frame(request.frame()).job.keeps == "cpu another"
+    with pytest.raises(PlanError, match="the run has begun on cpu another"):
+        request.check(PLAN, KNOWN)
 
 
 def test_a_codec_of_the_job_is_for_all_boundaries() -> None:
