@@ -114,7 +114,7 @@ class _Call:
 
     def __init__(self, deferral: Deferral, node: Node, data: frozenset[int]) -> None:
         self.deferral = deferral
-        self.call = node.operator.call
+        self.call = node.call
         self.order = {number: place for place, number in enumerate(dict.fromkeys(node.refs))}
         self.data = tuple(place for number, place in self.order.items() if number in data)
         self.args, self.kwargs = node.args, node.kwargs

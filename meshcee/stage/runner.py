@@ -169,7 +169,7 @@ class StageRunner:
         before returned; a stage that draws nothing hands it on untouched.
         """
         self._in_order("F", micro)
-        own = [raw[v.name].to(self.device) for v in self.spec.raw_inputs]
+        own = self._fed(self.spec, raw)
         given = [self._arrived(v, t) for v, t in zip(self.spec.received, received, strict=True)]
         buffers, split = self._working, self.split and self._deferral.possible
         state, self._working, after = self._compute(own, given, buffers, rng, split)
@@ -300,7 +300,7 @@ class StageRunner:
         spec, run = self.eval_spec, self._run_eval
         if spec is None or run is None:
             raise ProtocolError("this stage was built without an evaluation program")
-        own = [raw[v.name].to(self.device) for v in spec.raw_inputs]
+        own = self._fed(spec, raw)
         given = [self._arrived(v, t) for v, t in zip(spec.received, received, strict=True)]
         with torch.no_grad(), self._generator(spec, rng) as after:
             results = run(
@@ -337,6 +337,15 @@ class StageRunner:
         if state.redo is not None:
             state = self._micros[micro] = state.redo()
         return state
+
+    def _fed(self, spec: StageSpec, raw: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """The raw inputs on our device; ProtocolError where one is missing, or of another type or shape than declared."""
+        for value in spec.raw_inputs:
+            if (given := raw.get(value.name)) is None:
+                raise ProtocolError(f"input {value.name} did not arrive")
+            if not value.admits(given):
+                raise ProtocolError(f"input {value.name} arrived as {given.dtype}{tuple(given.shape)}")
+        return [raw[value.name].to(self.device) for value in spec.raw_inputs]
 
     def _arrived(self, value: Value, given: Boundary) -> Boundary:
         """A received value on our device, with the strides it had where it was made."""

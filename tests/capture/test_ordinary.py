@@ -98,6 +98,11 @@ def seen_in_another_order(m: Layers, h: torch.Tensor) -> torch.Tensor:
     return h + m.image(image).permute(0, 2, 3, 1).contiguous().view(-1, WIDTH)
 
 
+def swapped(m: Layers, h: torch.Tensor) -> torch.Tensor:
+    weight = m.b.weight.swapaxes(axis0=0, axis1=1) @ (m.c.weight * 2).swapaxes_(0, 1).swapdims_(-1, 0)
+    return h.swapaxes(0, 1).swapdims(-1, -2) @ weight
+
+
 CASES: dict[str, Then] = {
     "a factory that writes to a tensor": made_into,
     "a view of channels last": seen_in_another_order,
@@ -106,6 +111,7 @@ CASES: dict[str, Then] = {
     "a parameter that forward writes": follows,
     "a distribution that checks its arguments": sampled,
     "transposed": lambda m, h: (h.T.mT @ m.b.weight.T).mH.T,
+    "transposed by other names": swapped,
     "written to a tensor that is given": unit,
     "integers like a tensor": lambda m, h: h + 0.1 * torch.randint_like(h, 0, 3),
     "experts in one product": grouped,

@@ -383,6 +383,21 @@ def test_what_arrives_is_checked() -> None:
         Chain(zoo.make("unet"), captured("unet"), 1).fused_with({"nonsense": torch.zeros(1)})
 
 
+def test_what_the_owner_feeds_is_checked() -> None:
+    """A kernel may read behind a tensor that is not what the graph was verified for."""
+    chain = Chain(zoo.make("unet"), captured("unet"), 1)
+    runner, raw = chain.runners[0], chain.captured.inputs_of(stack([chain.job.data[i] for i in range(2)]))
+    name, tensor = next(iter(raw.items()))
+    for wrong in (tensor.long(), tensor[..., :1], tensor[None]):
+        runner.begin(0)
+        with pytest.raises(ProtocolError, match=f"input {name} arrived as"):
+            runner.forward(0, {**raw, name: wrong}, [], 1)
+        with pytest.raises(ProtocolError, match=f"input {name} arrived as"):
+            runner.evaluate({**raw, name: wrong}, [], 1)
+    with pytest.raises(ProtocolError, match=f"input {name} did not arrive"):
+        runner.evaluate({}, [], 1)
+
+
 def test_clipping_is_torchs() -> None:
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.zeros(n)) for n in (3, 50, 7)]

@@ -43,12 +43,17 @@ __all__ = ["EXAMPLES", "Exported", "export_module", "is_factory"]
 EXAMPLES = 3  # samples in the example batch; not 1, which torch.export would treat as special
 LENGTH_MARGIN = 8  # a size that varies may be this many times that of the example, if the model takes so much
 _DROPPED = re.compile(r"aten\._assert.*|aten\.sym_constrain.*|.*_assert_scalar.*|_operator\.(and_|or_)")
-# What reads memory that nobody wrote becomes its zero-filled twin: the same to a program that fills it first.
+# What reads memory that nobody wrote becomes its zero-filled twin: the same to a program that fills it first. Other names of
+# an operator become its own.
 _REWRITTEN = {
     "aten.empty.memory_format": "aten.zeros.default",
     "aten.empty_like.default": "aten.zeros_like.default",
     "aten.new_empty.default": "aten.new_zeros.default",
     "aten.detach_.default": "aten.detach.default",
+    "aten.swapaxes.default": "aten.transpose.int",
+    "aten.swapdims.default": "aten.transpose.int",
+    "aten.swapaxes_.default": "aten.transpose_.default",
+    "aten.swapdims_.default": "aten.transpose_.default",
 }
 # What eager code may call on a tensor that needs a gradient, and the same operator in a graph only where none is recorded.
 _WITHOUT_GRADIENT = re.compile(r"aten\.randint_like\..*")

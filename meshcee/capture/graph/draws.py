@@ -59,7 +59,7 @@ class _Draw:
         whole = {n: self._widened(n, value) for n, value in own.items()}
         node = self.node
         args = [resolve(a, whole) for a in node.args]
-        out = node.operator.call(*args, **{k: resolve(v, whole) for k, v in node.kwargs.items()})
+        out = node.call(*args, **{k: resolve(v, whole) for k, v in node.kwargs.items()})
         if self.cut.dim is None:
             return out
         kept = self._rows(out, self.cut.dim)

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from meshcee.capture.graph.operators import Operator
+from meshcee.capture.graph.rules import checked_again
 from meshcee.errors import GraphError, PlanError
 from meshcee.files.tensor_files import laid_out
 
@@ -182,10 +183,19 @@ class Node:
         position = names.index(name) if name in names else -1
         return self.args[position] if 0 <= position < len(self.args) else self.kwargs.get(name, default)
 
+    @functools.cached_property
+    def call(self) -> Callable[..., Any]:
+        """The operator's call, which raises GraphError where arguments break a rule for other sizes than were verified."""
+        kinds, names = self.operator.argument_types, self.operator.argument_names
+        given = [*zip(kinds, self.args), *((kinds[names.index(name)], value) for name, value in self.kwargs.items())]
+        computed: list[int] = []
+        collect_refs([argument for kind, argument in given if kind != "Tensor"], computed)
+        return checked_again(self.operator, bool(computed))
+
     def run(self, values: Mapping[int, Any], device: torch.device) -> Any:
         """The call, with these values by number."""
         kwargs = {k: _linked(v, values, device) for k, v in self.kwargs.items()}
-        return self.operator.call(*(_linked(a, values, device) for a in self.args), **kwargs)
+        return self.call(*(_linked(a, values, device) for a in self.args), **kwargs)
 
 
 @dataclass(frozen=True)
@@ -335,7 +345,7 @@ class StageSpec:
                 made[number] = graph.call_function(calls[number], tuple(made[r] for r in dict.fromkeys(node.refs)))
                 continue
             made[number] = graph.call_function(
-                node.operator.call,
+                node.call,
                 tuple(_linked(a, made, device) for a in node.args),
                 {k: _linked(v, made, device) for k, v in node.kwargs.items()},
             )

@@ -17,11 +17,12 @@ import torch
 from meshcee.capture.graph.operators import ALLOWED, Operator
 from meshcee.errors import GraphError
 
-__all__ = ["EQUATION", "MAX_DIMS", "MAX_PARTS", "WORDS", "check_call"]
+__all__ = ["EQUATION", "MAX_DIMS", "MAX_PARTS", "WORDS", "check_call", "checked_again", "is_recurrent"]
 
 MAX_DIMS = 16
 MAX_PARTS = 4096  # outputs of one node, tensors or long lists of one argument
 _MAX_SCALE = 1024.0  # of an image, up or down
+_MAX_STEPS = 100_000  # of all layers and ways of one recurrent node, each of up to 17 kernels
 EQUATION = re.compile(r"[A-Za-z,. ]{1,64}(->[A-Za-z. ]{0,32})?")
 WORDS = frozenset(word for words in ALLOWED["words"].values() for word in words)
 
@@ -51,14 +52,42 @@ def check_call(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any
         _SHAPES[base](operator.name, given)
 
 
+def checked_again(operator: Operator, computed: bool) -> Callable[..., Any]:
+    """The operator's call, behind `check_call` where sizes that were not verified may break a rule: GraphError.
+
+    Those are the rules for shapes, and for numbers if the graph has `computed` some. A view makes nothing, and torch holds
+    its numbers against what is there; so a model's most frequent calls stay as they are.
+    """
+    base = operator.name.split(".")[1] if operator.is_aten else ""
+    view = operator.aliases and not operator.mutates
+    if operator.name == "getitem" or (
+        operator.is_aten and base not in _PARTS and (view or not (computed or base in _SHAPES))
+    ):
+        return operator.call
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            check_call(operator, args, kwargs)
+        except GraphError as error:
+            raise GraphError(f"a call of {operator.name} is refused: {error}") from error
+        return operator.call(*args, **kwargs)
+
+    return call
+
+
+def is_recurrent(operator: Operator) -> bool:
+    """Whether it walks the steps of its input: as many kernels as steps, and one step is like the next."""
+    return operator.is_aten and _SHAPES.get(operator.name.split(".")[1]) is _check_recurrent
+
+
 def _check_arithmetic(name: str, args: Sequence[Any]) -> None:
-    """Python would multiply lists too, and compare tensors."""
+    """Python would multiply lists too, compare tensors, and make numbers of any length."""
     if name == "getitem":
         good = len(args) == 2 and isinstance(args[0], list | tuple) and type(args[1]) is int
     else:
-        good = all(isinstance(a, int | float) for a in args)
+        good = all(isinstance(a, int | float) and abs(a) < 1 << 63 for a in args)
     if not good:
-        raise GraphError("it computes with more than numbers")
+        raise GraphError("it computes with more than numbers of 64 bits")
 
 
 def _check(operator: str, name: str, kind: str, value: Any) -> None:
@@ -117,8 +146,9 @@ _ENUMERATIONS: Mapping[str, tuple[type, ...]] = {
 
 
 def _length(given: Mapping[str, Any]) -> int:
-    """Of the dimension that is split, at most."""
-    return max(given["self"].shape, default=0)
+    """Of the dimension that is split; 0 where there is none, which torch refuses."""
+    shape, dim = given["self"].shape, given.get("dim", 0)
+    return shape[dim] if -len(shape) <= dim < len(shape) else 0
 
 
 def _pieces(given: Mapping[str, Any]) -> int:
@@ -186,6 +216,8 @@ def _check_recurrent(operator: str, given: Mapping[str, Any]) -> None:
     states = [(layers * ways, batch, h.shape[2]) for h in hidden]
     if [tuple(p.shape) for p in params] != shapes or [tuple(h.shape) for h in hidden] != states:
         raise GraphError("its weights or states do not have the shapes that its layers need")
+    if (steps := entry.shape[1 if given["batch_first"] else 0] * layers * ways) > _MAX_STEPS:
+        raise GraphError(f"it walks {steps} steps in all its layers, more than {_MAX_STEPS}")
 
 
 def _check_cell(operator: str, given: Mapping[str, Any]) -> None:

@@ -2,14 +2,15 @@
 
 The idea: a receiver sizes its buffers by the shapes that a program declares, and its device runs what the nodes compute.
 So the two must agree, and every tensor on the way must be of bearable size, before a single byte is allocated for it. Each
-call is held against the rules first, and while it runs, whatever it calls in turn is counted and measured.
+call is held against the rules first, and while it runs, whatever it calls in turn is counted and measured. What other sizes
+than the hint below may break is held against the rules again when a stage runs (`Node.call`).
 """
 
 from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,15 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshcee.capture.graph.analysis import quiet, resolve
 from meshcee.capture.graph.guards import teach_shapes
-from meshcee.capture.graph.program import Free, Input, Node, Program, StageSpec, Value
-from meshcee.capture.graph.rules import check_call
-from meshcee.capture.graph.sizes import integer
+from meshcee.capture.graph.operators import Operator
+from meshcee.capture.graph.program import Free, Input, Node, Program, Value
+from meshcee.capture.graph.rules import check_call, is_recurrent
 from meshcee.errors import GraphError
 
-__all__ = ["MAX_ELEMENTS", "Measure", "NodeRefused", "activation_bytes", "prepare", "verify_program"]
+__all__ = ["MAX_ELEMENTS", "Measure", "NodeRefused", "prepare", "verify_program"]
 
-MAX_ELEMENTS = 1 << 40  # of one tensor, at the hint below or for the real micro-batch
-MAX_CALLS = 20_000  # of kernels, by one node: recurrent layers walk their steps
+MAX_ELEMENTS = 1 << 40  # of one tensor, at the hint below
+MAX_CALLS = 20_000  # of kernels, by one node
 MAX_RANK = 64  # dimensions on the way to a value; torch itself counts no further
 _HINT = 2  # samples
 # A device makes no table of all pairs, meta tensors do.
@@ -51,49 +52,18 @@ def prepare() -> None:
 def verify_program(program: Program) -> None:
     """Raises GraphError where a node computes something else than its declared value, or too much."""
     values: dict[int, Any] = {number: _given(entry, _HINT) for number, entry in enumerate(program.inputs)}
-    for _ in _run(enumerate(program.nodes, len(program.inputs)), values, program, _HINT, Measure()):
-        pass
-
-
-def activation_bytes(program: Program, spec: StageSpec, batch: int) -> int:
-    """The most bytes that a forward pass of this stage holds at once for so many samples, weights apart.
-
-    Raises GraphError where the nodes make something else for so many samples than the program declares.
-    """
-    values: dict[int, Any] = {number: _given(entry, batch) for number, entry in spec.inputs}
-    for number, value in zip(spec.received_numbers, spec.received):
-        values[number] = _laid(value, batch) if value.is_tensor else integer(program, number, batch, usual=False)
-    weights = {_memory(values[number]) for number, entry in spec.inputs if entry.kind != "raw"}
-    uses: dict[int, int] = dict.fromkeys(weights, 1)  # memory -> values in it
-    measure = Measure(uses)
-    last = {number: place for place, (_, node) in enumerate(spec.nodes) for number in node.refs}
-    kept = {*spec.sent_numbers, *spec.output_numbers}
-    live = most = 0
-
-    def hold(number: int, change: int) -> None:
-        nonlocal live
-        for tensor in _tensors(values[number]):
-            memory = _memory(tensor)
-            if memory not in weights:
-                before = uses.get(memory, 0)
-                uses[memory] = before + change
-                live += ((before + change > 0) - (before > 0)) * tensor.untyped_storage().nbytes()
-
-    for number in [*values]:
-        hold(number, 1)
-    for place, (number, node) in enumerate(_run(spec.nodes, values, program, batch, measure)):
-        if node.operator.name not in _FUSED:
-            most = max(most, live + measure.largest_bytes)
-        hold(number, 1)
-        most = max(most, live)
-        for read in {*node.refs, number}:
-            if last.get(read, -1) <= place and read not in kept:
-                hold(read, -1)
-    return max(most, live)
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    with quiet(), torch.no_grad(), Measure() as measure:
+        for position, node in enumerate(program.nodes):
+            measure.begin()
+            try:
+                out = _called(program, node, values, _HINT)
+                _check_value(node.value, out, _HINT)
+            except GraphError as error:
+                raise NodeRefused(position, node.operator.name, str(error)) from error
+            except Exception as error:  # whatever a kernel says of nonsense
+                why = f"it cannot run ({type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]})"
+                raise NodeRefused(position, node.operator.name, why) from error
+            values[len(program.inputs) + position] = out
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -108,31 +78,11 @@ def _laid(value: Value, batch: int) -> torch.Tensor:
     return value.from_wire(torch.empty(value.wire_shape(batch), dtype=value.dtype, device=_META))
 
 
-def _run(
-    nodes: Iterable[tuple[int, Node]], values: dict[int, Any], program: Program, batch: int, measure: Measure
-) -> Iterable[tuple[int, Node]]:
-    """Each node in turn, called and compared with what it declares; its value is then among the values."""
-    with quiet(), torch.no_grad(), measure:
-        for number, node in nodes:
-            measure.begin()
-            try:
-                out = _called(program, node, values, batch)
-                _check_value(node.value, out, batch)
-            except GraphError as error:
-                raise NodeRefused(number - len(program.inputs), node.operator.name, str(error)) from error
-            except Exception as error:  # whatever a kernel says of nonsense
-                why = f"it cannot run ({type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]})"
-                raise NodeRefused(number - len(program.inputs), node.operator.name, why) from error
-            values[number] = out
-            yield number, node
-
-
 class Measure(TorchDispatchMode):
     """Sees every kernel that a call leads to: none makes too large a tensor, and there are not too many."""
 
-    def __init__(self, uses: Mapping[int, int] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.uses = {} if uses is None else uses
         self.begin()
 
     def begin(self) -> None:
@@ -144,9 +94,10 @@ class Measure(TorchDispatchMode):
             raise GraphError(f"it calls more than {MAX_CALLS} kernels")
         out = func(*args, **(kwargs or {}))
         _check_size(out)
-        new = [t for t in _tensors(out) if not self.uses.get(_memory(t))]
         # Some kernels go through all dimensions of a tensor that is empty by one of them.
-        made = [t.untyped_storage().nbytes() or math.prod(max(s, 1) for s in t.shape) * t.itemsize for t in new]
+        made = [
+            t.untyped_storage().nbytes() or math.prod(max(s, 1) for s in t.shape) * t.itemsize for t in _tensors(out)
+        ]
         self.largest_bytes = max([self.largest_bytes, *made])
         return out
 
@@ -184,11 +135,21 @@ def _call(node: Node, values: Mapping[int, Any]) -> Any:
     args = [_META if isinstance(a, torch.device) else resolve(a, values) for a in node.args]
     kwargs = {k: resolve(v, values) for k, v in node.kwargs.items()}
     check_call(operator, args, kwargs)
+    if is_recurrent(operator):
+        return _first_step(operator, dict(zip(operator.argument_names, args)) | kwargs)
     if "Device" in operator.argument_types and operator.argument_types.index("Device") >= len(args):
         kwargs[operator.argument_names[operator.argument_types.index("Device")]] = _META
     elif operator.is_aten and not any(isinstance(values[r], torch.Tensor) for r in node.refs):
         raise GraphError("it makes a tensor of nothing on a device of its own choice")
     return operator.call(*args, **kwargs)
+
+
+def _first_step(operator: Operator, given: Mapping[str, Any]) -> Any:
+    """A recurrent layer on the first step of its input alone, and its output as it is of all steps."""
+    entry, time = given["input"], 1 if given["batch_first"] else 0
+    output, *states = operator.call(**{**given, "input": entry.narrow(time, 0, min(1, entry.shape[time]))})
+    sizes = [entry.shape[d] if d == time else size for d, size in enumerate(output.shape)]
+    return [output.new_empty(sizes), *states]
 
 
 def _check_value(value: Value, out: Any, batch: int) -> None:
