@@ -111,6 +111,9 @@ READS = {
     ),
     "a circle that is cropped": one("pad.default", X, [-1, 1], "circular", makes=tensor(4, 4)),
     "a loss of another shape's target": one("binary_cross_entropy.default", X, Y, None, 1, makes=tensor()),
+    "a sum of no rows": graph(
+        [tensor(0, 2), tensor(0, 2, dtype="int64")], ("aten.multilabel_margin_loss.default", [X, Y, 2], tensor())
+    ),
     "bags with wild offsets": one("embedding_bag.default", X, Y, Y, makes=[1]),
     "places drawn outside": one("fractional_max_pool2d.default", X, [2, 2], [2, 2], Y, of=IMAGE, makes=[1]),
     "numbers as flags": one("view.dtype", X, {"t": "bool"}, makes=tensor(4, 16, dtype="bool")),

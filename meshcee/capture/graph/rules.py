@@ -246,6 +246,12 @@ def _check_target(operator: str, given: Mapping[str, Any]) -> None:
         raise GraphError("its target has another shape than its input")
 
 
+def _check_rows(operator: str, given: Mapping[str, Any]) -> None:
+    """The kernel (torch 2.13) adds up over no rows, and does not write the sum."""
+    if given["self"].numel() == 0:
+        raise GraphError("its input is empty")
+
+
 def _check_view(operator: str, given: Mapping[str, Any]) -> None:
     """Kernels take it for granted that a flag is 0 or 1."""
     if given.get("dtype") == torch.bool:
@@ -255,6 +261,7 @@ def _check_view(operator: str, given: Mapping[str, Any]) -> None:
 _SHAPES: dict[str, Callable[[str, Mapping[str, Any]], None]] = {
     "_weight_norm": _check_weight_norm,
     "binary_cross_entropy": _check_target,
+    "multilabel_margin_loss": _check_rows,
     "pad": _check_pad,
     "view": _check_view,
     **dict.fromkeys(("median", "nanmedian"), _check_median),
