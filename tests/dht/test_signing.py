@@ -229,8 +229,8 @@ _WORD = st.sampled_from(["", "%eth0", "/webtransport", ":", "//", "/x", " "])
 
 @given(st.tuples(_HOST | _NAME, _WORD, _PATH, _WORD, _MORE, _BEHIND).map("".join))
 def test_an_address_that_holds_here_is_read_by_libp2p_or_left_out(address: str) -> None:
-    """Another peer's record has it, so nothing may raise. Left out are those behind a relay that does not exist, and names with "_",
-    which hivemind's library does not read."""
+    """Another peer's record has it, so nothing may raise. Left out are those behind a relay that does not exist, and names with
+    "_", which hivemind's library does not read."""
     with contextlib.suppress(ProtocolError):
         checked(address)
         assert len(packed([address])) == ("zzz" not in address and "_" not in address)
