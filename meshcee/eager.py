@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshcee.errors import UsageError
 from meshcee.files.tensor_files import Checkpoint
 from meshcee.job import WEIGHS_NOTHING, At, Job, seeded
+from meshcee.role import shares_of
 from meshcee.sampling import collated, source_of
 
 __all__ = [
@@ -420,8 +421,7 @@ def _weights(job: Job, targets: list[Any]) -> list[float]:
         return [1.0] * len(targets)
     if job.weight is None:
         return [job.batch_size // len(targets) / job.batch_size] * len(targets)
-    own = [float(job.weight(y)) for y in targets]
-    return [w / sum(own) for w in own] if any(own) else own  # a step in which no label counts has no gradient
+    return shares_of([float(job.weight(y)) for y in targets])
 
 
 def _state_dict(model: nn.Module, full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from meshcee.capture import Capture, Value
 from meshcee.codec import Coder, accepted, noise_seed
 from meshcee.job import Job, seed_of
 from meshcee.optim import Optimizer
+from meshcee.role import shares_of
 from meshcee.sampling import NO_STEP, HyperSchedule, source_of
 from meshcee.stage.runner import Rng, StageRunner, clip_coefficient
 from meshcee.stage.tensors import pack, unpack
@@ -91,8 +92,7 @@ class Chain:
         size = job.micro_batch_size or job.batch_size
         batches = [self._source.batch(step, k, k + size) for k in range(0, job.batch_size, size)]
         weights = [float(job.weight(b[1])) if job.weight else float(size) for b in batches]
-        whole = sum(weights) if any(weights) else 1.0
-        shares = [w / whole if job.reduction == "mean" else 1.0 for w in weights]
+        shares = shares_of(weights) if job.reduction == "mean" else [1.0] * len(weights)
         self.begin(step)
         losses = []
         if self.order == "late":

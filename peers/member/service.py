@@ -357,9 +357,8 @@ class Member:
 
     @property
     def is_busy(self) -> bool:
-        return self._job is not None or bool(
-            self._compute.calls.broken
-        )  # for ever, or until its process is another one
+        """A device that computes no more is busy for ever, or until its process is another one."""
+        return self._job is not None or self._compute.calls.broken != ""
 
     def leave(self) -> None:
         """Take no further offer, and ask the owner of the running job, if any, to go on without this peer."""

@@ -153,9 +153,8 @@ class Settlement:
         else:
             # In named_parameters order, as clip_grad_norm_ combines them: another order rounds differently.
             norms = [norm for _, norm in sorted(pairs)]
-            dtypes = {place.norm_dtypes[i] for i, _ in pairs} or {
-                torch.float32
-            }  # a weight that no gradient reaches has none
+            # A weight that no gradient reaches has no norm, and no say in the type.
+            dtypes = {place.norm_dtypes[i] for i, _ in pairs} or {torch.float32}
             dtype = reduce(torch.promote_types, dtypes)
             norm, clip = await self._compute.run(self._runner.clip, norms, dtype, place.clip_norm)
             self.norm = norm

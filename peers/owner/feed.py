@@ -21,7 +21,7 @@ from meshcee.errors import JoinError, UsageError
 from meshcee.events import Event
 from meshcee.job import At, Job
 from meshcee.plan import Plan, Stage
-from meshcee.role import loss_shares, rows_of
+from meshcee.role import loss_shares, rows_of, shares_of
 from meshcee.sampling import (
     NO_STEP,
     HyperSchedule,
@@ -267,16 +267,13 @@ class Feed:
         targets = [self.samples(round, m)[1] for m in range(count)]
         with calling(f"Job.weight of step {step + 1}"):
             own = [float(self._job.weight(target)) for target in targets]
-        total = sum(own)
-        self.weighed[step] = total
-        if not any(own):
-            if not self._was_idle:
-                self._was_idle = True
-                log.warning(Event.NOTHING_COUNTS, step=step + 1)
-            return (0.0,) * count
-        if not total > 0:
+        total = self.weighed[step] = sum(own)
+        if not any(own) and not self._was_idle:
+            self._was_idle = True
+            log.warning(Event.NOTHING_COUNTS, step=step + 1)
+        if any(own) and not total > 0:
             raise UsageError(f"the weights of step {step + 1} add up to {total}; Job.weight gives no number below 0")
-        return tuple(w / total for w in own)
+        return tuple(shares_of(own))
 
 
 def _rows_of(batch: tuple[Any, Any], rows: tuple[int, int] | None) -> tuple[Any, Any]:
