@@ -29,8 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshcee.errors import UsageError
 from meshcee.files.tensor_files import Checkpoint
-from meshcee.job import WEIGHS_NOTHING, At, Job, seeded
-from meshcee.role import shares_of
+from meshcee.job import WEIGHS_NOTHING, At, Job, seeded, shares_of
 from meshcee.sampling import collated, source_of
 
 __all__ = [

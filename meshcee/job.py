@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import reduce
 from numbers import Integral, Real
+from operator import add
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from meshcee.errors import UsageError
 from meshcee.figures import MIXES
 from meshcee.optim import Optimizer, Schedule, plain_number
 
-__all__ = ["WEIGHS_NOTHING", "At", "Job", "seed_of", "seeded"]
+__all__ = ["WEIGHS_NOTHING", "At", "Job", "seed_of", "seeded", "shares_of"]
 
 WEIGHS_NOTHING = (
     "This micro-batch weighs 0, as all of its targets are ignored, and a mean over none is no number: have the loss divide by "
@@ -322,6 +324,12 @@ def _check_sampler(sampler: Any) -> None:
         raise UsageError(
             "leave `generator` out of the sampler: its order follows from Job.seed, also in a run that goes on"
         )
+
+
+def shares_of(weights: Sequence[float]) -> list[float]:
+    """What each of these counts for in their whole, which is added in order. Where all are 0 there is no whole, and none counts."""
+    whole = reduce(add, weights, 0.0)
+    return [weight / whole if whole or weight else 0.0 for weight in weights]
 
 
 def seed_of(seed: int, step: int, micro: int) -> int:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, reduce
-from operator import add
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Stage
 from meshcee.user_code import calling
 
-__all__ = ["B", "F", "Piece", "Place", "StageFlops", "Sum", "loss_shares", "rows_of", "shares_of"]
+__all__ = ["B", "F", "Piece", "Place", "StageFlops", "Sum", "loss_shares", "rows_of"]
 
 F, B = "f", "b"  # values on their way to the next stage, gradients on theirs to the one before
 
@@ -246,12 +245,6 @@ class Place:
         """How many stages behind ours a member is, fewer than 0 before it; 0 in another pipeline too."""
         pipeline, index = self.plan.where(peer)
         return index - self.index if pipeline == self.pipeline else 0
-
-
-def shares_of(weights: Sequence[float]) -> list[float]:
-    """What each of these counts for in their whole, which is added in order. Where all are 0 there is no whole, and none counts."""
-    whole = reduce(add, weights, 0.0)
-    return [weight / whole if whole or weight else 0.0 for weight in weights]
 
 
 def loss_shares(job: Job, rows: Sequence[tuple[int, int]], targets: Callable[[int, int], Any]) -> list[float]:

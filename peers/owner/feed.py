@@ -19,9 +19,9 @@ from meshcee.capture import Capture
 from meshcee.capture.export import Unchanged
 from meshcee.errors import JoinError, UsageError
 from meshcee.events import Event
-from meshcee.job import At, Job
+from meshcee.job import At, Job, shares_of
 from meshcee.plan import Plan, Stage
-from meshcee.role import loss_shares, rows_of, shares_of
+from meshcee.role import loss_shares, rows_of
 from meshcee.sampling import (
     NO_STEP,
     HyperSchedule,
