@@ -72,8 +72,8 @@ class Chain:
             )
             for i, r in enumerate(self.ranges)
         ]
-        for runner in self.runners if order == "fused" else ():
-            runner.split &= not runner.to_earlier  # as in a mesh, where a stage before waits for W as well
+        for i, runner in enumerate(self.runners if order == "fused" else ()):
+            runner.split &= i > 0 and not runner.to_earlier  # as in a mesh, where a stage before waits for W as well
         coded = [] if codec == "none" else range(len(self.ranges))
         self._coders = {(kind, i): Coder(codec) for kind in "FB" for i in coded}
         self._hyper = HyperSchedule(job.optimizer, job.schedule)

@@ -177,13 +177,15 @@ class _Deferred(torch.autograd.Function):
                 leaf.requires_grad_()
             leaves.append(leaf)
             inner[place] = leaf
+        ctx.weights = []
         with torch.enable_grad():
+            for place, tensor in enumerate(values) if call.at_once else ():
+                if place not in call.data and isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    # A view is a node of its own: W adds what comes through it in the order of making, behind a partial.
+                    inner[place] = tensor.view_as(tensor)
+                    ctx.weights.append(inner[place])
             out = call.compute(inner)
         ctx.out, ctx.leaves, ctx.tape = out, leaves, call.deferral.tape
-        read = [
-            t for i, t in enumerate(values) if i not in call.data and isinstance(t, torch.Tensor) and t.requires_grad
-        ]
-        ctx.weights = read if call.at_once else []
         return out.detach()
 
     @staticmethod

@@ -1,7 +1,7 @@
 """What has arrived at a stage and waits for its turn: raw inputs, activations, gradients, and word of the commit.
 
 The idea: readers of streams put, the executor takes. Every arrival is checked against what the plan allows (who may
-send it, how many may wait, no duplicates). So a peer that misbehaves costs a ProtocolError and no memory.
+send it, how many may wait, none twice while it waits). So a peer that misbehaves costs a ProtocolError and no memory.
 """
 
 from __future__ import annotations

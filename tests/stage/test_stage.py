@@ -7,7 +7,9 @@ import dataclasses
 import functools
 import gc
 import importlib
+import random
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -532,3 +534,45 @@ def test_a_gradient_leaves_a_stage_as_it_lies_in_memory(tied: bool, split: bool)
     for stages in range(2, found.train.num_blocks + 1):
         chain = Chain(job, found, stages, "fused", split=split)
         assert_equal(chain, chain.run(job.steps), reference(job))
+
+
+class Looped(nn.Module):
+    """One layer that is used six times; its bias is added by itself as well, before and behind."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.stem, self.layer, self.head = nn.Conv2d(2, 4, 1), layer, nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = getattr(self.layer, "bias", self.stem.bias)
+        x = self.stem(x) + own[:, None, None]
+        for _ in range(6):
+            x = x + F.silu(self.layer(x))
+        return self.head((x + own[:, None, None]).mean((2, 3)))
+
+
+SHARED: dict[str, Callable[[], nn.Module]] = {
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "batch norm": lambda: nn.BatchNorm2d(4),
+    "instance norm": lambda: nn.InstanceNorm2d(4, affine=True),
+    "convolution": lambda: nn.Conv2d(4, 4, 3, padding=1),
+    "prelu": lambda: nn.PReLU(4),
+}
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("order", ["fused", "split", "late"])
+@pytest.mark.parametrize("layer", SHARED)
+def test_a_layer_that_stages_share_and_use_more_than_once(layer: str, order: str) -> None:
+    torch.manual_seed(0)
+    data = [(torch.randn(2, 5, 5), torch.randint(3, ()).item()) for _ in range(16)]
+    model = Looped(SHARED[layer]())
+    job = Job(
+        model, F.cross_entropy, data, Optimizer("SGD", lr=0.1, momentum=0.9), batch_size=8, micro_batch_size=4, steps=2
+    )
+    found, want = finely(job), reference(job)
+    blocks, generator = found.train.num_blocks, random.Random(f"{layer} {order}")
+    for _ in range(5):
+        cuts = sorted(generator.sample(range(1, blocks), 2))
+        chain = Chain(job, found, list(zip([0, *cuts], [*cuts, blocks])), order)
+        assert_equal(chain, chain.run(job.steps), want)
