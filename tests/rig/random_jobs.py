@@ -93,7 +93,8 @@ def draw(seed: int) -> Drawn:
     kinds = PURE if r.random() < 0.5 else [*PURE, *MUTATING, *MUTATING, *MUTATING]
     layers: list[str | int] = []
     for i in range(r.randint(2, 7)):
-        layers.append(r.randrange(i) if i and r.random() < 0.15 else r.choice(kinds))
+        again = i and r.random() < 0.2
+        layers += [r.randrange(i)] * r.choice([1, 1, 4]) if again else [r.choice(kinds)]
     inputs = r.choice(["words", "words", "numbers", "tuple", "dict"])
     loss, reduction = r.choice(["cross_entropy", "cross_entropy", "mse", "l1"]), "mean" if r.random() < 0.85 else "sum"
     micro, micros, steps = r.choice([1, 2, 2, 3]), r.randint(1, 6), r.randint(5, 12)
