@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -99,6 +100,7 @@ class Directory:
         }
         self._suspects: set[tuple[str, str]] = set()
         self.off = ""  # whose clock is ahead of this machine's, as their records say that were read last
+        self.was_off = ("", -math.inf)  # the last one, and when it was read
         self._double: tuple[str, float] | None = None  # instance and sent_at of another process that is us
         self._vanished: dict[str, tuple[float, tuple[str, ...]]] = {}  # since when, where it was
         self._calls: dict[str, tuple[float, float]] = {}  # next call of a peer, and the pause after it
@@ -192,7 +194,9 @@ class Directory:
                 if (kind.kind, subkey) not in self._suspects and len(self._suspects) < 1024:
                     self._suspects.add((kind.kind, subkey))
                     log.warning(Event.RECORD_SET_ASIDE, kind=kind.kind, peer=subkey[:64], error=str(error))
-        self.off = off if kind is PeerRecord else self.off
+        if kind is PeerRecord:
+            self.off = off
+            self.was_off = (off, self._monotonic()) if off else self.was_off
         return found
 
     async def poll_forever(self) -> None:

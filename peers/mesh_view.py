@@ -227,12 +227,13 @@ class MeshView(ABC):
 
     async def see_the_mesh(self, wanted: Iterable[str] = ()) -> None:
         """Until somebody coordinates and `wanted` are seen, and a moment for the busy: a newcomer knows nobody at first."""
+        began_s = self.monotonic()
         try:
             await self._in_time(self.coordinator)
         except TimeoutError as error:
-            before = self.directory.off  # a clock may have been set right in this moment
             await self.directory.refresh(everything=False)
-            if off := self.directory.off or before:
+            off, at_s = self.directory.was_off
+            if at_s >= began_s:  # a clock that has been set right since was the reason all the same
                 raise ClockError(f"{off}, then try again") from error
             raise JoinError(
                 f"nobody has coordinated this mesh for {self.timeouts.join_s:.0f} s: see with `meshcee status` whether a peer that "

@@ -116,20 +116,21 @@ async def test_a_machine_whose_clock_is_off_is_told_so_and_not_that_nobody_is_th
 async def test_a_clock_that_is_set_right_in_the_last_moment_was_the_reason_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Storm 901267: its owner was told that nobody coordinates."""
+    """Storms 901267 and 9290149: their owners were told that nobody coordinates."""
+    off_s = -46.0
 
     async def wait() -> None:
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            late.directory.off = (
-                "its clock was ahead"  # when records were read last; when they are read next, it is not
-            )
+        nonlocal off_s
+        await late.directory.refresh(everything=False)
+        off_s = 0.0
+        await late.directory.refresh(everything=False)
+        await asyncio.get_running_loop().create_future()
 
-    async with InProcess(JoinOptions(), timeouts=replace(QUICK, join_s=0.1)) as here:
-        late = await here.start("late", lends=False)
+    async with InProcess(JoinOptions(), timeouts=replace(QUICK, join_s=0.5)) as here:
+        await here.start("right")
+        late = await here.start("late", lends=False, clock=lambda: time.time() + off_s)
         monkeypatch.setattr(late, "coordinator", wait)
-        with pytest.raises(ClockError, match="its clock was ahead, then try again"):
+        with pytest.raises(ClockError, match=r"is 4\d s ahead of this machine's.*then try again"):
             await late.see_the_mesh()
         assert not late.directory.off
 
