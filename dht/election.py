@@ -229,7 +229,7 @@ class Election:
 
     def _defend(self, mine: _Mine, now_s: float, others: Mapping[str, LeaseRecord], over: Term) -> list[Command]:
         """We hold or claim: give way to who is before us, else confirm or renew. `over` is the highest term that was held and given
-        up, or that a plan came with: who has followed that follows no lower one, so ours would be of no use."""
+        up, or that a plan came with. Who has followed that follows no lower one, so ours would be of no use."""
         claim, holding = mine.claim, mine.state == "holding"
         if over > claim.term:
             return self._give_up(others)
