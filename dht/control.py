@@ -13,7 +13,7 @@ import os
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from typing import Any
 
 
@@ -38,7 +38,7 @@ with warnings.catch_warnings(), _put_off("scipy.optimize"):
     from hivemind.proto import p2pd_pb2
     from hivemind.utils.multiaddr import Multiaddr
 
-__all__ = ["P2P", "P2PDaemonError", "PeerID", "answers", "ask", "attach", "dial", "packed"]
+__all__ = ["P2P", "P2PDaemonError", "PeerID", "answers", "ask", "at_once", "attach", "dial", "packed"]
 
 if "HIVEMIND_LOGLEVEL" not in os.environ:
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)
@@ -116,3 +116,18 @@ async def dial(p2p: P2P, peer_id: str, addresses: Sequence[str], timeout_s: floa
     except (OSError, EOFError, P2PDaemonError) as error:
         return str(error) or repr(error)
     return ""
+
+
+async def at_once(calls: Iterable[Awaitable[bool]], enough_s: float | None = None) -> None:
+    """Await all of these, each of which says whether somebody has answered. Once one has, the others have `enough_s` seconds more,
+    if that is said, and are then given up: an address that leads nowhere costs no more than that."""
+    loop = asyncio.get_running_loop()
+
+    async def one(call: Awaitable[bool]) -> None:
+        if await call and enough_s is not None and limit.when() is None:
+            limit.reschedule(loop.time() + enough_s)
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(None) as limit, asyncio.TaskGroup() as group:
+            for call in calls:
+                group.create_task(one(call))

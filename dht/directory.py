@@ -1,7 +1,8 @@
 """Who is in the mesh, what their links are, and which job runs: our own records announced, everybody's read.
 
-The idea: announce often, believe what keeps changing (see roster.py), and keep the mesh in one piece. A seed or a peer
-that has vanished without a word is called up again now and then. So two halves of a mesh find each other.
+The idea: announce often, believe what keeps changing (see roster.py), and keep the mesh in one piece. A seed, a peer that was
+known before the start, or one that has vanished without a word is called up again now and then. So two halves of a mesh find
+each other.
 """
 
 from __future__ import annotations
@@ -103,6 +104,9 @@ class Directory:
         self.was_off = ("", -math.inf)  # the last one, and when it was read
         self._double: tuple[str, float] | None = None  # instance and sent_at of another process that is us
         self._vanished: dict[str, tuple[float, tuple[str, ...]]] = {}  # since when, where it was
+        for address in store.others:  # from the start on
+            if (peer := peer_of(address)) is not None:
+                self._vanished[peer] = monotonic(), (*self._vanished.get(peer, (0.0, ()))[1], address)
         self._calls: dict[str, tuple[float, float]] = {}  # next call of a peer, and the pause after it
 
     # -- writing -------------------------------------------------------------------------------------------------------

@@ -104,10 +104,11 @@ Command = Save | Write | Believe
 
 @dataclass
 class _Mine:
-    """Our own claim. `renewed_s` is when the store last took it."""
+    """Our own claim. `renewed_s` is when the store last took it, `before` the counter before it was made."""
 
     claim: LeaseRecord
     state: str  # "saving", "writing", "confirming", "holding"
+    before: int
     written_s: float = 0.0
     renewed_s: float = 0.0
 
@@ -163,6 +164,25 @@ class Election:
                 self._eligible = False
                 return self._give_up(None)
 
+    def accept(self, term: Term) -> bool:
+        """A plan made under this term has come; whether the term is news. StaleTermError where a newer one is known.
+
+        Terms rise by one with each election; a leap (ProtocolError) would only shut out every coordinator. What plans say moves no
+        bound: else each one would move it further, and others would pass over the claims of this peer. So half of what they follow
+        is left for its next claim.
+        """
+        if term[0] > self.terms.counter + MOST_ELECTIONS_MISSED // 2:
+            raise ProtocolError(
+                f"term {term[0]} is far beyond {self.terms.counter}, the highest seen: no coordinator has it"
+            )
+        accepted = self.terms.accepted
+        if term < accepted:
+            raise StaleTermError(
+                f"this was planned in term {term[0]}, but the coordinator of term {accepted[0]} is known: plan again"
+            )
+        self.terms = replace(self.terms, accepted=max(term, accepted))
+        return term > accepted
+
     # -- a look at the claims
 
     def _looked(self, event: Looked) -> list[Command]:
@@ -176,7 +196,7 @@ class Election:
         if seen > self.terms.counter:
             self.terms = replace(self.terms, counter=seen)  # saved with the next claim
         if self.own_claim is not None:
-            return self._defend(self.own_claim, event.mono_s, others, over)
+            return self._defend(self.own_claim, event.mono_s, others, max(over, self.terms.accepted))
         return self._follow(event.mono_s, others)
 
     def _without_leaps(self, claims: Mapping[str, LeaseRecord]) -> dict[str, LeaseRecord]:
@@ -184,7 +204,7 @@ class Election:
 
         Who has been away, or is new, may be far behind: for them the lowest of the claims that are confirmed counts.
         """
-        known = max(self.terms.counter, self.terms.accepted[0])
+        known = self.terms.counter
         if not self._is_anchored:
             confirmed = [c.counter for c in claims.values() if c.confirmed and not c.released]
             known = max(known, min(confirmed, default=0))
@@ -209,7 +229,7 @@ class Election:
 
     def _defend(self, mine: _Mine, now_s: float, others: Mapping[str, LeaseRecord], over: Term) -> list[Command]:
         """We hold or claim: give way to who is before us, else confirm or renew. `over` is the highest term that was held and given
-        up: who has followed that follows no lower one, so ours would be of no use."""
+        up, or that a plan came with. Who has followed that follows no lower one, so ours would be of no use."""
         claim, holding = mine.claim, mine.state == "holding"
         if over > claim.term:
             return self._give_up(others)
@@ -259,9 +279,9 @@ class Election:
             if not self._eligible:
                 over = LeaseRecord(self.peer_id, 0.0, self.terms.accepted[0] + 1, confirmed=True, released=True)
                 return [*commands, Write(over)]
-            counter = max(self.terms.counter, self.terms.accepted[0]) + 1
+            before, counter = self.terms.counter, max(self.terms.counter, self.terms.accepted[0]) + 1
             self.terms = replace(self.terms, counter=counter)
-            self.own_claim = _Mine(LeaseRecord(self.peer_id, 0.0, counter), "saving")
+            self.own_claim = _Mine(LeaseRecord(self.peer_id, 0.0, counter), "saving", before)
             commands.append(Save(self.terms))
         return commands
 
@@ -290,7 +310,7 @@ class Election:
     def _unsaved(self) -> list[Command]:
         """A number that might be forgotten is not claimed with, or it would be claimed twice: others may claim."""
         if self.own_claim is not None and self.own_claim.state == "saving":
-            self.terms = replace(self.terms, counter=self.own_claim.claim.counter - 1)  # tries do not add up to a leap
+            self.terms = replace(self.terms, counter=self.own_claim.before)  # tries do not add up to a leap
             self.own_claim = None
         return []
 
@@ -379,19 +399,8 @@ class Elector:
         return self._core.terms.accepted
 
     def accept(self, term: Term) -> None:
-        """A plan made under this term has come: StaleTermError if a newer one is known, else on disk, if that takes it.
-
-        Terms rise by one with each election; a leap far beyond (ProtocolError) would only shut out every coordinator.
-        """
-        known = max(self._core.terms.counter, self.accepted[0])
-        if term[0] > known + MOST_ELECTIONS_MISSED:
-            raise ProtocolError(f"term {term[0]} is far beyond {known}, the highest seen: no coordinator has it")
-        if term < self.accepted:
-            raise StaleTermError(
-                f"this was planned in term {term[0]}, but the coordinator of term {self.accepted[0]} is known: plan again"
-            )
-        if term > self.accepted:
-            self._core.terms = Terms(max(self._core.terms.counter, term[0]), term)
+        """A plan made under this term has come: on disk, if that takes it. StaleTermError or ProtocolError as in `Election`."""
+        if self._core.accept(term):
             with self._trying():
                 self._file.save(self._core.terms)
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import itertools
 import random
 import secrets
 import time
@@ -23,7 +24,7 @@ import msgpack
 import structlog
 
 from dht.addresses import peer_of
-from dht.control import P2P, PeerID, dial
+from dht.control import P2P, PeerID, at_once, dial
 from dht.membership import Members
 from dht.records import CLOCK_SKEW_S, check, is_ahead, place, told_ahead
 from dht.roster import MAX_RECORDS
@@ -56,6 +57,7 @@ BUCKET = 20  # neighbours that a node knows at each distance; a mesh of so many 
 BELIEVED = 4  # neighbours that one answer may name beyond those that we know: half a search, if none of them exists
 RPC_S = 3.0  # one request to one node: a connection over 300 ms takes 1.2 s
 FORGIVEN_AFTER_S = 5.0  # a node that did not answer is passed over for so long (hivemind would double it each time)
+ENOUGH_S = 0.3  # for the others to meet at the start, once one has answered
 MAX_TOLD = 1024  # warnings
 MAX_MET = 64  # addresses kept for the next p2pd
 MAX_KEYS = 16  # in one request: nodes ask for one key, and hand a new node one for each kind of record
@@ -65,7 +67,7 @@ MAX_WRONG = (
 
 
 class KademliaStore:
-    """Lifetime is `async with`; entering raises JoinError when seeds are given and none of them holds a DHT node.
+    """Lifetime is `async with`; entering raises JoinError when seeds are given and nobody holds a DHT node there or at `others`.
 
     `client_mode` is for peers that only look: they keep no records of others and are not asked.
     """
@@ -81,8 +83,10 @@ class KademliaStore:
         limits: Limits | None = None,
         clock: Callable[[], float] = time.time,
         members: Members | None = None,
+        others: Sequence[str] = (),
     ) -> None:
         self.seeds = tuple(seeds)
+        self.others = tuple(others)
         self.skew_s: dict[str, float] = {}  # peers' clocks minus ours, as of the last meeting
         self.p2p = p2p
         self._client_mode = client_mode
@@ -203,13 +207,14 @@ class KademliaStore:
     async def _first_meeting(self) -> None:
         if not self.seeds:
             return
+        where = (*self.seeds, *self.others)
         try:
             async with asyncio.timeout(self._timeouts.join_s):
-                while not (met := await self.meet(self.seeds)):  # noqa: ASYNC110 - nobody tells us when a peer is up
+                while not (met := await self.meet(where, ENOUGH_S)):  # noqa: ASYNC110 - nobody tells us when a peer is up
                     await asyncio.sleep(0.5)
         except TimeoutError as error:
             raise JoinError(
-                f"none of the {len(self.seeds)} addresses to join leads to a peer that keeps the mesh's records "
+                f"none of the {len(where)} addresses to join leads to a peer that keeps the mesh's records "
                 f"(tried for {self._timeouts.join_s:g} s): take a token that `meshcee peer` has printed"
             ) from error
         worst = max((self.skew_s[peer] for peer in met), key=abs)
@@ -279,7 +284,8 @@ class KademliaStore:
                         self._told.add(envelope.signer)
                         log.warning(Event.RECORD_SET_ASIDE, error=told_ahead(envelope.signer, envelope.sent_at, now))
 
-    async def meet(self, addresses: Iterable[str]) -> frozenset[str]:
+    async def meet(self, addresses: Iterable[str], enough_s: float | None = None) -> frozenset[str]:
+        """As in `Store`; once one has answered, the others have `enough_s` seconds more, if that is said."""
         by_peer: dict[str, list[str]] = {}
         for address in addresses:
             peer_id = peer_of(address)
@@ -288,13 +294,12 @@ class KademliaStore:
         before = set(self.node.protocol.routing_table.peer_id_to_uid)
         met: set[str] = set()
 
-        async def one(peer_id: str, where: list[str]) -> None:
-            if await self._meet_one(peer_id, where):
+        async def one(peer_id: str, where: list[str]) -> bool:
+            if found := await self._meet_one(peer_id, where):
                 met.add(peer_id)
+            return found
 
-        async with asyncio.TaskGroup() as group:
-            for peer_id, where in by_peer.items():
-                group.create_task(one(peer_id, where))
+        await at_once(itertools.starmap(one, by_peer.items()), enough_s)
         for peer_id in met:
             self._met.pop(peer_id, None)
             self._met[peer_id] = tuple(f"{where}/p2p/{peer_id}" for where in by_peer[peer_id])

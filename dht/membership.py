@@ -80,6 +80,11 @@ class Certificate:
     invite: str
     let_in_by: tuple[str, ...]
 
+    @property
+    def lets_in(self) -> bool:
+        """Whether what this peer signs is a certificate: it is an admin, and not as far below the root as members may be."""
+        return self.role == "admin" and len(self.let_in_by) < MAX_CHAIN - 1
+
 
 def _covered(root: str, told: tuple[str, str, float, float, str, str], let_in_by: tuple[str, ...] | None) -> bytes:
     head, more = ("meshcee certificate 1", ()) if let_in_by is None else ("meshcee certificate 2", (let_in_by,))
@@ -267,8 +272,9 @@ class Members:
         return True
 
     def _note(self, found: Certificate) -> None:
+        """The newest counts, though an admin whose own ends soon has signed it; one that a list has ended counts for nothing."""
         before = self.known.get(found.peer_id)
-        if before is None or before.until <= found.until:
+        if before is None or before.issued_at <= found.issued_at or self.is_revoked(found.peer_id, before):
             self.known.pop(found.peer_id, None)
             self.known[found.peer_id] = found
         while len(self.known) > MAX_KNOWN:

@@ -24,6 +24,11 @@ class Store(Protocol):
         """Addresses (ending in /p2p/ID) of the peers through which this store was joined."""
         ...
 
+    @property
+    def others(self) -> Sequence[str]:
+        """Addresses of peers that were seen before the start: they are called, and whether they answer does not matter."""
+        ...
+
     async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         """Write; False when no replica took it (a newer value, or nobody reachable)."""
         ...
@@ -62,6 +67,7 @@ class MemoryStore:
     def __init__(self, shared: SharedMemory) -> None:
         self.shared = shared
         self.seeds: Sequence[str] = ()
+        self.others: Sequence[str] = ()
         self.reachable = True
 
     async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:

@@ -1,8 +1,9 @@
 """The terms that a peer must not forget: on disk before they are used.
 
-The idea: two numbers. `counter` is the highest that this peer has seen or claimed, so that no claim is ever made twice.
-`accepted` is the highest term that it has believed, below which it believes nobody. One small file, replaced whole. While the
-disk refuses it, its peer claims nothing, and what it believes ends with its process.
+The idea: two numbers. `counter` is the highest that this peer has seen in claims or claimed, so that no claim is ever made twice.
+`accepted` is the highest term that it has believed, below which it believes nobody: it may be one of a plan, and then be the higher
+of the two. One small file, replaced whole. While the disk refuses it, its peer claims nothing, and what it believes ends with
+its process.
 """
 
 from __future__ import annotations

@@ -81,5 +81,8 @@ async def _ask(agent: MeshView, source: str, addresses: Iterable[str], target: s
     with contextlib.suppress(MeshceeError, StreamClosed, TimeoutError):
         async with asyncio.timeout(ASK_S):
             stream = await agent.transport.open(source, "sound", tuple(addresses))
-            await stream.send(Frame(messages.SOUND, {"peer": target}))
-            await stream.aclose()
+            try:
+                await stream.send(Frame(messages.SOUND, {"peer": target}))
+                await stream.aclose()
+            finally:
+                stream.abort()

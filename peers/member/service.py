@@ -250,16 +250,23 @@ class Session:
         self._linked = True
         for peer in self._place.links_to:
             try:
-                stream = await self._transport.open(peer, "stage", self.offer.addresses.get(peer, ()))
-                stream.max_payload_bytes = self.offer.max_payload_bytes
-                async with asyncio.timeout(self._timeouts.join_s):
-                    await stream.send(Frame(messages.ATTACH, self.offer.attach_header()))
-                    reply = await stream.recv()
+                self._use(peer, await self._attached(peer))
             except (JoinError, StreamClosed, TimeoutError) as error:
                 raise self._lost(peer, error) from error
+
+    async def _attached(self, peer: str) -> Stream:
+        stream = await self._transport.open(peer, "stage", self.offer.addresses.get(peer, ()))
+        try:
+            stream.max_payload_bytes = self.offer.max_payload_bytes
+            async with asyncio.timeout(self._timeouts.join_s):
+                await stream.send(Frame(messages.ATTACH, self.offer.attach_header()))
+                reply = await stream.recv()
             if reply.kind != messages.ATTACH:
                 raise ProtocolError(f"peer {peer} answered the attachment with {reply.kind!r}")
-            self._use(peer, stream)
+        except BaseException:
+            stream.abort()
+            raise
+        return stream
 
     def _use(self, peer: str, stream: Stream) -> Outbox:
         assert self._group is not None

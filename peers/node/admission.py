@@ -26,6 +26,7 @@ from dht import (
     ENROL,
     MAX_ADDRESSES,
     RENEWED_AFTER_S,
+    ROLES,
     Certificate,
     Grant,
     Identity,
@@ -50,7 +51,7 @@ from peers.wire import messages
 if TYPE_CHECKING:
     from peers.mesh_view import MeshView
 
-__all__ = ["Admin", "Membership", "enrol", "ledger_of", "stay_member"]
+__all__ = ["Admin", "Membership", "enrol", "is_more", "ledger_of", "stay_member"]
 
 log = structlog.get_logger()
 
@@ -91,6 +92,13 @@ class Membership:
         own = sorted((home.folder / "identities").glob("*.member"))
         chosen = (sorted(one.parent.glob(f"{glob.escape(one.name)}.*.member")) for one in home.identities_elsewhere())
         return [*own, *itertools.chain.from_iterable(chosen)]
+
+    @classmethod
+    def met(cls, home: Home, root: str) -> tuple[str, ...]:
+        """Where peers of this mesh were, as those of this machine saw last, its own included."""
+        kept = [one for file in cls.files(home) if (one := cls.read(file)) is not None and one.root == root]
+        found = dict.fromkeys(a for one in kept for a in (*one.others, *one.addresses[:MOST_OF_ONE]))
+        return tuple(itertools.islice(found, MAX_ADDRESSES))
 
     @classmethod
     def load(cls, identity: Path, root: str) -> Membership | None:
@@ -145,6 +153,13 @@ class Membership:
         return self.members(lambda: now).vouch(peer_id, self.certificate, "compute", now, "")
 
 
+def is_more(grant: Grant, known: Certificate) -> bool:
+    """Whether an invite is worth more than what a member has: a higher role, or an admin's who can let others in at last. Who comes
+    back by the invite that it came by needs nobody."""
+    further = grant.role == "admin" and not known.lets_in and known.let_in_by[:1] != (grant.issuer,)
+    return ROLES.index(known.role) < ROLES.index(grant.role) or further
+
+
 def ledger_of(identity: Path, root: str) -> Path:
     """Whom the invites of this peer have let in."""
     return Path(f"{Membership.place(identity, root)}.invites.json")
@@ -195,7 +210,22 @@ class Admin:
         """Those of this admin's by which the peer came."""
         return {invite for invite, let_in in self._let_in.items() if peer_id in let_in}
 
+    @property
+    def lets_in(self) -> bool:
+        """Whether it can: an admin below two others cannot, and still revokes."""
+        own = Members(self.root, self._above()).own
+        return self.key.peer_id == self.root or (own is not None and own.lets_in)
+
+    def _check_lets_in(self) -> None:
+        if not self.lets_in:
+            raise NotPermittedError(
+                "this admin was let in by an admin whom another admin has let in, and can let nobody in: ask the founder of the "
+                "mesh for an invite to admin (`meshcee invite --role admin`)"
+            )
+
     def invite(self, addresses: Sequence[str], role: Role, uses: int | None, for_s: float) -> Token:
+        """NotPermittedError where it would let nobody in."""
+        self._check_lets_in()
         name = secrets.token_hex(8)
         grant = Grant(self.root, self.key.peer_id, self.at, name, role, uses, self._clock() + for_s)
         return Token.sign(self.key, addresses, grant)
@@ -239,6 +269,7 @@ class Admin:
                 "this invite is another admin's, or of another mesh: it is exchanged with who has made it"
             )
         Token((), grant).check_date(self._clock())
+        self._check_lets_in()
         let_in = self._let_in.get(grant.id, [])
         is_cancelled = self._members.is_cancelled(grant.id) or grant.id in self._revoked.invites
         if is_cancelled or self._members.is_named(peer_id) or peer_id in self._revoked.peers:
@@ -413,8 +444,9 @@ async def stay_member(agent: MeshView, kept: Membership, admin: Admin | None = N
 
 
 def _seen(agent: MeshView) -> tuple[str, ...]:
-    """Where others are, for commands of this machine while its peer is down."""
+    """Where others are, those that lend a device first: for whoever starts here while this peer or the first machine is down."""
     others = [record for peer, record in agent.directory.peers.items() if peer != agent.peer_id and record.addresses]
+    others.sort(key=lambda record: record.device is None)
     return tuple(itertools.islice((a for one in others for a in one.addresses[:MOST_OF_ONE]), MAX_ADDRESSES))
 
 

@@ -20,7 +20,6 @@ import structlog
 
 from dht import (
     MAX_ADDRESSES,
-    ROLES,
     Identity,
     Members,
     MemoryStore,
@@ -32,6 +31,7 @@ from dht import (
     certify,
     dialable,
     learn_list,
+    peer_of,
     read_lists,
 )
 from meshcee.config import Limits, Timeouts
@@ -252,7 +252,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     """A peer of a real mesh: p2pd, transport, DHT, agent, ended in the reverse order."""
     from dht.kademlia import KademliaStore
     from peers.measure import Measuring
-    from peers.node.admission import Admin, Membership, enrol, ledger_of, stay_member
+    from peers.node.admission import Admin, Membership, enrol, is_more, ledger_of, stay_member
     from peers.node.authority import authority_of
     from peers.node.device_process import DeviceProcess
     from peers.node.founding import Founding
@@ -287,22 +287,26 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         file = stack.enter_context(home.identity_file(chosen, options.apart_from))
         identity = Identity.load_or_create(file)
         announce = [options.announce] if options.announce else []
-        daemon = P2PDaemon(identity, listen=[listen], announce=announce, seeds=seeds, timeouts=timeouts)
+        root = founding.root if founding is not None else None
+        mesh = root.peer_id if root is not None else token.grant.root if token is not None and token.grant else None
+        before = Membership.load(file, mesh) if mesh is not None else None
+        known = before.holds(identity.peer_id, time.time()) if before is not None else None
+        others = Membership.met(home, mesh) if mesh is not None and (root is not None or known is not None) else ()
+        # Who founds a mesh calls others, and needs none of them; whose line is its own is told so.
+        joined = (*seeds, *others) if any(peer_of(seed) != identity.peer_id for seed in seeds) else seeds
+        daemon = P2PDaemon(identity, listen=[listen], announce=announce, seeds=joined, timeouts=timeouts)
         await stack.enter_async_context(daemon)
         kept, admin = None, None
-        if founding is not None and founding.root is not None:
-            root = founding.root
+        if founding is not None and root is not None:
             admin = Admin(root, root.peer_id, bytes, identity.peer_id, ledger_of(file, root.peer_id), time.time)
-            before = Membership.load(file, root.peer_id)
             certificate = admin.certify(identity.peer_id, "admin")
             kept = Membership(root.peer_id, founding.key, certificate, file=Membership.place(file, root.peer_id))
             if before is not None:
                 kept.lists, kept.others = before.lists, before.others
         elif token is not None and token.grant is not None:
-            kept = Membership.load(file, token.grant.root)
-            known = kept.holds(identity.peer_id, time.time()) if kept else None
-            if known is None or ROLES.index(known.role) < ROLES.index(token.grant.role):
-                if (here := authority_of(home, token)) is not None:
+            kept = before
+            if known is None or is_more(token.grant, known):
+                if (here := authority_of(home, token)) is not None and here.admin.lets_in:
                     kept = here.let_in(identity)
                 else:
                     shown = Members(token.grant.root, token.grant.pack())
@@ -310,6 +314,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
                     async with door:
                         place = Membership.place(file, token.grant.root)
                         kept = await enrol(door, token, place, timeouts)
+                kept.others = before.others if before is not None else ()
                 with home.writable():
                     kept.save()
         key = kept.key if kept else MeshKey()
@@ -343,10 +348,16 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
 
             transport = await stack.enter_async_context(ShapedTransport(real, shape, limits=limits))
         real.addresses = daemon.addresses
-        await _greet(transport, daemon, seeds)
+        await _greet(transport, daemon, joined)
         store = await stack.enter_async_context(
             KademliaStore(
-                daemon.p2p, seeds, mesh_key=key, client_mode=not options.compute, timeouts=timeouts, members=members
+                daemon.p2p,
+                seeds,
+                mesh_key=key,
+                client_mode=not options.compute,
+                timeouts=timeouts,
+                members=members,
+                others=others,
             )
         )
         await read_lists(store, key, limits, members)  # who is revoked, before anybody's stream is served
@@ -412,16 +423,19 @@ async def _greet(transport: Transport, daemon: P2PDaemon, seeds: tuple[str, ...]
     libp2p drops one of two connections that were dialled at the same moment, and the streams on it: hence the tries.
     """
     problem: Exception | None = None
+    reached, refused = daemon.reached, set[str]()
     for attempt in range(GREETINGS):
-        for peer_id in sorted(daemon.reached):
+        for peer_id in [p for p in dict.fromkeys(map(peer_of, seeds)) if p is not None and p in reached - refused]:
             try:
                 stream = await transport.open(peer_id, "join", [s for s in seeds if s.endswith(peer_id)])
             except (JoinError, StreamClosed, NotPermittedError) as error:
                 problem = error  # one that was revoked may be among the seeds, and still run
+                refused |= {peer_id} if isinstance(error, NotPermittedError) else set()
             else:
                 await stream.aclose()
                 return
-        if isinstance(problem, NotPermittedError):
+        reached = frozenset(p for p, why in (await daemon.connect(seeds)).items() if not why)  # also who took longer
+        if reached <= refused:
             break
         await asyncio.sleep(0.2 * (attempt + 1))
     if problem is not None:
@@ -445,10 +459,11 @@ class Node(Agent):
     def invite(self, valid_s: float) -> str:
         """A token for other machines (for this one only, when nothing but loopback is listened on).
 
-        An admin's lets in any number, to own jobs. Another peer's is the one that it came by, with its own addresses too.
+        An admin's lets in any number, to own jobs. Another peer's is the one that it came by, with its own addresses too; so is
+        that of an admin which lets nobody in.
         """
         here = tuple(self.transport.addresses)[:8]
-        if self.admin is not None:
+        if self.admin is not None and self.admin.lets_in:
             return self.admin.invite(here, "own", None, valid_s).encode()
         if self.joined_by is None:
             return Token(here).encode()

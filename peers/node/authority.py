@@ -49,7 +49,10 @@ class Authority:
 
     def way_in(self, joined: Token | None = None) -> str:
         """An invite for a command of this machine: what was printed may have ended. Where this machine's own peer is down, others
-        answer, as far as the machine knows where they are, or `joined` says so."""
+        answer, as far as the machine knows where they are, or `joined` says so. An admin that lets nobody in has `joined` alone,
+        or NotPermittedError."""
+        if joined is not None and not self.admin.lets_in:
+            return joined.encode()
         known = (self.membership, *self.others)
         others = [*(joined.addresses if joined else ()), *(a for one in known for a in one.others)]
         addresses = tuple(dict.fromkeys([*self.addresses[:OWN_ADDRESSES], *others]))

@@ -31,9 +31,12 @@ class GossipService:
         try:
             async with asyncio.timeout(agent.timeouts.handshake_s):
                 stream = await agent.transport.open(peer_id, "gossip", agent.addresses_of([peer_id]).get(peer_id, ()))
-                stream.max_payload_bytes = 0
-                await stream.send(Frame(messages.NEWS, {}, rumours))
-                await stream.aclose()
+                try:
+                    stream.max_payload_bytes = 0
+                    await stream.send(Frame(messages.NEWS, {}, rumours))
+                    await stream.aclose()
+                finally:
+                    stream.abort()
         except (StreamClosed, TimeoutError) as error:
             raise JoinError(f"peer {peer_id} did not take the news: {error}") from error
 

@@ -197,8 +197,11 @@ class Journal:
     async def _have_forgotten(self, peer: str) -> None:
         with contextlib.suppress(MeshceeError, StreamClosed, TimeoutError):
             stream = await self._open(peer)
-            await stream.send(self._over())
-            await stream.aclose()
+            try:
+                await stream.send(self._over())
+                await stream.aclose()
+            finally:
+                stream.abort()
 
     async def _send_to(self, peer: str) -> None:
         """Have this peer keep the journal until the run is over."""

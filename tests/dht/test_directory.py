@@ -6,7 +6,7 @@ import asyncio
 import collections
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,11 +61,18 @@ class Peer:
     """A directory, running inside `async with peer.runs()`."""
 
     def __init__(
-        self, shared: SharedMemory, name: str, *, identity: Identity | None = None, skew_s: float = 0.0
+        self,
+        shared: SharedMemory,
+        name: str,
+        *,
+        identity: Identity | None = None,
+        skew_s: float = 0.0,
+        others: Sequence[str] = (),
     ) -> None:
         self.identity = identity or Identity.generate()
         self.peer_id = self.identity.peer_id
         self.store = Flaky(shared)
+        self.store.others = others
         self.name = name
         self.skew_s = skew_s
         self.address = f"/ip4/192.0.2.1/tcp/1/p2p/{self.peer_id}"
@@ -347,6 +354,24 @@ async def test_a_seed_that_is_not_seen_is_called() -> None:
 
 
 @virtual_time
+async def test_who_founds_a_mesh_calls_those_it_knows_from_before_until_they_are_there() -> None:
+    """It has no seeds: after a start at another address two meshes stayed apart."""
+    memory, other = shared(), Identity.generate()
+    address = f"/ip4/192.0.2.1/tcp/1/p2p/{other.peer_id}"
+    a, b = Peer(memory, "a", others=[address, "no address"]), Peer(memory, "b", identity=other)
+    async with a.runs() as here:
+        await asyncio.sleep(10)
+        assert a.store.called[0][1] == {other.peer_id}
+        async with b.runs() as there:
+            await names(here, "a", "b")
+            await there.say_goodbye()
+            await names(here, "a")
+        before = len(a.store.called)
+        await asyncio.sleep(300)
+        assert len(a.store.called) == before
+
+
+@virtual_time
 async def test_a_slow_listener_hears_of_the_present_not_of_every_step() -> None:
     memory = shared()
     a, b = Peer(memory, "a"), Peer(memory, "b")
@@ -475,7 +500,7 @@ async def test_terms_survive_a_restart_and_older_ones_are_refused(tmp_path: Path
         elector.accept((5, "z"))
     with pytest.raises(NotPermittedError, match="planned in term 4"):
         a.elector(file).accept((4, "zz"))
-    assert TermFile(file).load() == Terms(5, (5, "z"))
+    assert TermFile(file).load() == Terms(1, (5, "z"))
     elector = a.elector(file)
     async with a.runs(elector):
         assert (await leader(elector)).term == (6, a.peer_id)

@@ -30,7 +30,7 @@ from dht.election import (
 from dht.records import CLOCK_SKEW_S, LeaseRecord
 from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory
-from dht.terms import TermFile, Terms
+from dht.terms import Term, TermFile, Terms
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import ProtocolError, StaleTermError
 from meshcee.events import Event
@@ -280,6 +280,30 @@ def test_who_was_away_for_long_follows_a_term_far_beyond_its_own() -> None:
     assert election.leaps == {"b": 60_000}
 
 
+def test_a_term_that_a_plan_came_with_moves_no_bound_of_claims() -> None:
+    election = core(terms=Terms(5))
+    election.handle(looked(0.5, claim("a", 5, 0.0)))
+    assert election.accept(Term(5 + MOST_ELECTIONS_MISSED // 2, "owner"))
+    election.handle(looked(1.0, claim("b", 6 + MOST_ELECTIONS_MISSED, 0.8)))
+    assert election.leaps == {"b": 6 + MOST_ELECTIONS_MISSED}
+
+
+def test_who_holds_an_older_term_than_a_plan_came_with_gives_it_up() -> None:
+    election = holding(3)
+    assert not election.accept(Term(3, "m"))
+    assert election.handle(looked(2.0)) == []
+    assert election.accept(Term(4, "z"))
+    assert election.handle(looked(2.1)) == [Write(claim("m", 3, 0.0, released=True)), Believe(None)]
+
+
+def test_with_a_full_disk_terms_of_plans_do_not_add_up_either() -> None:
+    election = core(terms=Terms(5), chance=lambda: 0.0)
+    assert election.accept(Term(100, "owner"))
+    assert [election.handle(looked(now)) for now in (0.0, 0.1)] == [[], [Save(Terms(101, Term(100, "owner")))]]
+    election.handle(Unsaved())
+    assert election.terms == Terms(5, Term(100, "owner"))
+
+
 async def test_a_claim_that_others_would_refuse_ends_no_peer() -> None:
     directory = Directory(
         MemoryStore(SharedMemory()), Identity.generate(), MeshKey(), timeouts=Timeouts(), limits=Limits()
@@ -463,7 +487,7 @@ async def test_terms_that_the_disk_refuses_are_believed_and_written_later(tmp_pa
         await elector.look()
         assert file.load() == Terms()
     await elector.look()
-    assert file.load() == Terms(3, (3, "a"))
+    assert file.load() == Terms(0, (3, "a"))
 
 
 async def test_a_leap_of_terms_is_refused_and_a_stale_one_too() -> None:
@@ -474,6 +498,41 @@ async def test_a_leap_of_terms_is_refused_and_a_stale_one_too() -> None:
     elector.accept((3, "someone"))
     with pytest.raises(StaleTermError, match="plan again"):
         elector.accept((2, "someone"))
-    with pytest.raises(ProtocolError, match="far beyond 3"):
+    with pytest.raises(ProtocolError, match="far beyond 0"):
         elector.accept((10**9, "someone"))
     assert elector.accepted == (3, "someone")
+
+
+async def test_offers_lift_the_accepted_term_no_further_than_claims_have_shown(tmp_path: Path) -> None:
+    """Each offer lifted it by a thousand, until others passed over all claims of this peer."""
+    directory = Directory(
+        MemoryStore(SharedMemory()), Identity.generate(), MeshKey(), timeouts=Timeouts(), limits=Limits()
+    )
+    highest = MOST_ELECTIONS_MISSED // 2
+    for _ in range(2):  # and after a restart
+        elector = Elector(directory, "me", eligible=True, terms=TermFile(tmp_path / "terms"))
+        elector.accept((highest, "someone"))
+        with pytest.raises(ProtocolError, match="far beyond 0"):
+            elector.accept((highest + 1, "someone"))
+    assert elector.accepted == (highest, "someone")
+
+
+@given(st.integers(1, 5), st.integers(0, 1 << 32), st.integers(0, 5), st.booleans())
+def test_all_agree_again_after_one_has_accepted_the_highest_term_that_an_offer_may_have(
+    count: int, seed: int, n: int, restarts: bool
+) -> None:
+    world = World(count, seed, watch=1)
+    for name in world.peers:
+        world.start(name)
+    world.run(world.now + 4 * CONFIRM_S + 4 * EVERY_S)
+    name = list(world.peers)[n % len(world.peers)]
+    core = world.peers[name].core
+    assert core is not None
+    highest = core.terms.counter + MOST_ELECTIONS_MISSED // 2
+    assert core.accept(Term(highest, "owner"))
+    if restarts:
+        world.peers[name].disk = core.terms
+        world.crash(name)
+        world.start(name)
+    world.run(world.now + 2 * REPLACED_S + 2 * TTL_S)
+    assert world.agreed()

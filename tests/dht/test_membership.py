@@ -216,6 +216,34 @@ def test_whom_a_lower_admin_has_let_in_goes_with_each_above_it() -> None:
     assert opened(back, ROOT.peer_id).let_in_by == (OTHER_ADMIN.peer_id, ADMIN.peer_id)
 
 
+HOUR_S = 3600.0
+
+
+def by_older(peer: Identity, role: Role, now: float, admin: Identity = ADMIN) -> bytes:
+    """By an admin whose own certificate ends 20 hours before one that the founder has signed at NOW."""
+    return certify(admin, by_root(admin, "admin", NOW - 20 * HOUR_S), ROOT.peer_id, peer.peer_id, role, "", now)
+
+
+def test_of_two_certificates_the_newer_counts_though_it_ends_first() -> None:
+    here, old, new = members(), by_root(ME, "compute"), by_older(ME, "own", NOW + HOUR_S)
+    assert opened(new, ROOT.peer_id).until < opened(old, ROOT.peer_id).until
+    for shown in (old, new, old):  # who shows the old one again changes nothing
+        here.admit(ME.peer_id, shown)
+    assert here.known[ME.peer_id].role == "own"
+    here.admit(ME.peer_id, by_root(ME, "compute", NOW + 2 * HOUR_S))
+    assert here.known[ME.peer_id].role == "compute", "a renewal"
+
+
+@pytest.mark.parametrize("later_s", [HOUR_S, -CLOCK_SKEW_S / 2])
+def test_who_comes_back_by_another_admin_is_a_member_where_the_revoked_certificate_was_known(later_s: float) -> None:
+    here = members()
+    here.admit(ME.peer_id, by_admin(ME, "own"))
+    here.learn(told(ROOT, ADMIN))
+    assert here.is_revoked(ME.peer_id)
+    here.admit(ME.peer_id, by_older(ME, "own", NOW + later_s, OTHER_ADMIN))  # two admins' clocks may differ
+    assert not here.is_revoked(ME.peer_id)
+
+
 def by_hand(by: Identity, above: bytes, let_in_by: tuple[str, ...] | None) -> bytes:
     told = (ME.peer_id, "own", NOW, NOW + 60, "", by.peer_id)
     version, more = (1, ()) if let_in_by is None else (2, (let_in_by,))

@@ -14,7 +14,7 @@ import msgpack
 import psutil
 import pytest
 
-from dht.control import P2PDaemonError, PeerID
+from dht.control import P2PDaemonError, PeerID, at_once
 from dht.directory import Directory
 from dht.kademlia import BELIEVED, MAX_KEYS, MAX_WRONG, KademliaStore, node_id_of
 from dht.records import PeerRecord, place, seal, topic
@@ -23,6 +23,7 @@ from dht.store import MemoryStore, SharedMemory, Store
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError
 from peers.transport.p2p.p2pd import P2PDaemon
+from tests.rig.virtual_time import virtual_time
 
 KEY = MeshKey.generate()
 QUICK = Timeouts(dial_s=3.0, join_s=6.0, shutdown_s=1.0)
@@ -66,11 +67,13 @@ async def one_peer(
     key: MeshKey = KEY,
     client_mode: bool = False,
     clock: Callable[[], float] = time.time,
+    others: Sequence[str] = (),
 ) -> AsyncIterator[tuple[Node, P2PDaemon, KademliaStore]]:
-    identity = Identity.load_or_create(folder / f"{name}.key")
+    identity, joined = Identity.load_or_create(folder / f"{name}.key"), (*seeds, *others) if seeds else ()
+    said: Any = {"mesh_key": key, "client_mode": client_mode, "timeouts": QUICK, "clock": clock, "others": others}
     async with (
-        P2PDaemon(identity, listen=["127.0.0.1:0"], seeds=seeds, timeouts=QUICK) as daemon,
-        KademliaStore(daemon.p2p, seeds, mesh_key=key, client_mode=client_mode, timeouts=QUICK, clock=clock) as store,
+        P2PDaemon(identity, listen=["127.0.0.1:0"], seeds=joined, timeouts=QUICK) as daemon,
+        KademliaStore(daemon.p2p, seeds, **said) as store,
     ):
         daemon.on_restart(store.rebind)
         yield Node(identity, store, daemon.addresses[0]), daemon, store
@@ -486,6 +489,34 @@ async def test_records_survive_a_killed_p2pd_and_the_node_goes_on(tmp_path: Path
         child.suspend()  # leaving must be bounded, too, when p2pd says nothing any more
         began_s = time.monotonic()
     assert time.monotonic() - began_s < 12
+
+
+async def test_others_that_were_known_help_to_join_and_are_not_needed(tmp_path: Path) -> None:
+    dead = f"/ip4/127.0.0.1/tcp/9/p2p/{Identity.generate().peer_id}"
+    async with one_peer(tmp_path, "a", others=[dead]) as (a, _, _):
+        expires_at = time.time() + TTL_S
+        assert await a.put("here", expires_at)
+        async with one_peer(tmp_path, "b", [dead], others=[a.address]) as (b, _, store):
+            assert (await b.get())[a.identity.peer_id] == (a.sealed("here", expires_at), expires_at)
+            assert store.seeds == (dead,)
+
+
+@virtual_time
+async def test_once_somebody_has_answered_the_others_have_a_moment_more() -> None:
+    over: list[float] = []
+
+    async def call(after_s: float, answer: bool) -> bool:
+        await asyncio.sleep(after_s)
+        over.append(after_s)
+        return answer
+
+    loop = asyncio.get_running_loop()
+    for enough_s, heard in ((None, [1.0, 2.0, 2.25, 60.0]), (0.5, [1.0, 2.0, 2.25])):
+        began_s = loop.time()
+        await at_once([call(60.0, True), call(1.0, False), call(2.0, True), call(2.25, True)], enough_s)
+        assert over == heard
+        assert loop.time() - began_s == pytest.approx(2.5 if enough_s else 60.0)
+        over.clear()
 
 
 async def test_a_clock_that_is_off_is_named_when_joining(tmp_path: Path) -> None:

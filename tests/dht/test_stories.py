@@ -13,7 +13,7 @@ from functools import partial
 
 import pytest
 
-from dht.election import Election, Elector
+from dht.election import Election
 from dht.records import LeaseRecord, PeerRecord
 from dht.roster import Roster
 from dht.signing import Identity
@@ -107,7 +107,7 @@ def test_split_two_halves_lead_themselves_and_one_of_them_gives_way(seed: int) -
 
 @virtual_time
 async def test_split_what_the_old_coordinator_planned_is_refused() -> None:
-    """Kept from happening by the comparison with `accepted` in Elector.accept."""
+    """Kept from happening by the comparison with `accepted` in Election.accept."""
     memory = shared()
     peers = {peer.peer_id: peer for peer in (Peer(memory, name) for name in "abc")}
     electors = {peer_id: peer.elector() for peer_id, peer in peers.items()}
@@ -219,8 +219,8 @@ SEEDS = [(seed,) for seed in range(5)]
         (
             test_split_what_the_old_coordinator_planned_is_refused,
             [()],
-            Elector.accept,
-            "if term < self.accepted:",
+            Election.accept,
+            "if term < accepted:",
             "if False:",
         ),
         (

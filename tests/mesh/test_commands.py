@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,10 @@ import psutil
 import pytest
 import safetensors.torch
 
+from dht.addresses import peer_of
 from dht.signing import Identity, Token
+from meshcee.files import Home
+from peers.node.admission import Membership
 from tests.mesh.harness import Peers, environment, meshcee, p2pds_of, peers, training, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -484,6 +488,39 @@ def test_a_restarted_first_machine_is_the_same_mesh(tmp_path: Path) -> None:
         beside = meshcee("peer", home=tmp_path)
         assert beside.code == 2
         assert where(beside.err.partition("meshcee peer --join ")[2].split()[0]) == where(again)
+
+
+@pytest.mark.slow
+def test_a_mesh_is_one_while_its_first_machine_is_down_and_once_that_is_back_elsewhere(tmp_path: Path) -> None:
+    """The line of the first machine leads nowhere meanwhile: a member knows others, and so does the first machine."""
+    a, b, _ = machines = [Peers(tmp_path / name) for name in "abc"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        elsewhere = f"127.0.0.1:{free.getsockname()[1]}"
+    try:
+        for name, one in zip("abc", machines):
+            one.home.mkdir()
+            one.token = a.token
+            one.start(name)
+        line = a.token
+        assert names(line, b.home) == {"a", "b", "c"}  # this command is a member from here on too
+        wait_until("they have written down where others are", lambda: all(knows(one.home, 2) for one in (a, b)), 90)
+        for name, one in (("a", a), ("b", b)):
+            one.kill(name)
+            one.processes[name].communicate()
+        b.start("b")
+        wait_until("b sees c without a", lambda: {"b", "c"} <= names(line, b.home), 60)
+        a.token = ""
+        a.start("a", "--listen", elsewhere)
+        wait_until("a is found where it is now", lambda: names(line, b.home) == {"a", "b", "c"}, 60)
+    finally:
+        for one in machines:
+            one.close()
+
+
+def knows(home: Path, count: int) -> bool:
+    """Whether a peer of this home has noted so many others."""
+    kept = [found for file in Membership.files(Home(home)) if (found := Membership.read(file)) is not None]
+    return any(len({peer_of(address) for address in one.others}) >= count for one in kept)
 
 
 def where(token: str) -> tuple[object, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 import sys
@@ -28,7 +29,7 @@ from typing import IO, Any, Self, TypeVar
 import structlog
 
 from dht import Identity, dialable, peer_of
-from dht.control import P2P, P2PDaemonError, answers, attach, dial
+from dht.control import P2P, P2PDaemonError, answers, at_once, attach, dial
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, UsageError
 from meshcee.events import Event
@@ -45,6 +46,7 @@ START_S = 30.0  # until p2pd says its peer id: it reads a key and opens a port, 
 RESTARTS = 8  # in a row that fail before we give up
 LOOK_EVERY_S = 5.0  # whether a p2pd that runs also answers
 RETRY_S, MOST_RETRY_S = 0.5, 10.0  # until what failed after a restart is tried again
+ENOUGH_S = 0.3  # for the other seeds, once one has answered
 SILENT_LOOKS = 3  # unanswered in a row before it is killed and restarted
 _SOCKET_CHARS = 60  # of a folder's name, so that sockets in it stay below the 104 bytes that macOS allows
 
@@ -290,7 +292,7 @@ class P2PDaemon:
                 log.warning("p2pd.restart_failed", error=str(error))
                 await asyncio.sleep(min(5.0, 0.1 * 2**attempt))
                 continue
-            await self.connect(self.seeds)
+            await self.connect(self.seeds, ENOUGH_S)
             return
 
     def _own_addresses(self) -> tuple[str, ...]:
@@ -319,8 +321,11 @@ class P2PDaemon:
 
     # -- seeds ---------------------------------------------------------------------------------------------------------
 
-    async def connect(self, addresses: Iterable[str]) -> Mapping[str, str]:
-        """Dial these peers (addresses ending in /p2p/ID), all at once; peer id -> what went wrong, "" for nothing."""
+    async def connect(self, addresses: Iterable[str], enough_s: float | None = None) -> Mapping[str, str]:
+        """Dial these peers (addresses ending in /p2p/ID), all at once; peer id -> what went wrong, "" for nothing.
+
+        Where one has answered and `enough_s` is said, those that need more seconds are left out.
+        """
         by_peer: dict[str, list[str]] = {}
         for address in addresses:
             peer = peer_of(address)
@@ -328,12 +333,11 @@ class P2PDaemon:
                 by_peer.setdefault(peer, []).append(address.removesuffix(f"/p2p/{peer}"))
         outcome: dict[str, str] = {}
 
-        async def one(peer: str, where: list[str]) -> None:
+        async def one(peer: str, where: list[str]) -> bool:
             outcome[peer] = await dial(self.p2p, peer, where, self.timeouts.dial_s)
+            return not outcome[peer]
 
-        async with asyncio.TaskGroup() as group:
-            for peer, where in by_peer.items():
-                group.create_task(one(peer, where))
+        await at_once(itertools.starmap(one, by_peer.items()), enough_s)
         return outcome
 
     async def _join(self) -> None:
@@ -350,7 +354,7 @@ class P2PDaemon:
         try:
             async with asyncio.timeout(self.timeouts.join_s):
                 while True:
-                    outcome = await self.connect(self.seeds)
+                    outcome = await self.connect(self.seeds, ENOUGH_S)
                     self.reached = frozenset(peer for peer, problem in outcome.items() if not problem)
                     if self.reached:
                         return

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, UsageError
 from meshcee.files import Home
 from peers.node import admission
-from peers.node.admission import Admin, Membership, enrol
+from peers.node.admission import Admin, Membership, enrol, is_more
 from peers.node.agent import Agent
 from peers.node.assemble import InProcess, JoinOptions
 from peers.node.authority import Authority, authority_of
@@ -391,6 +392,19 @@ async def test_a_certificate_is_renewed_by_an_admin_who_is_there_and_kept() -> N
             await admission.renewed(member, replace(kept, certificate=old), first.peer_id)
 
 
+async def test_a_renewal_keeps_the_role_of_the_newer_certificate_though_that_one_ends_first() -> None:
+    async with a_mesh("admin", "own") as (here, (first, member)):
+        other, root, now = Identity.generate(), here.root.peer_id, time.time()
+        Admin(here.root, root, bytes, first.peer_id, None, time.time).serve(first.transport, first.members, KEY)
+        assert first.members.known[member.peer_id].role == "own"
+        above = certify(here.root, b"", root, other.peer_id, "admin", "", now - 3600.0)
+        member.members.shown = certify(other, above, root, member.peer_id, "admin", "", now)
+        given = await admission.renewed(member, Membership(root, KEY, member.members.shown), first.peer_id)
+        found = given.holds(member.peer_id, now)
+        assert found is not None
+        assert (found.role, found.let_in_by) == ("admin", (other.peer_id,))
+
+
 def sealed_list(by: Identity, *peers: Identity) -> bytes:
     """The founder's list."""
     now, own = time.time(), certify(by, b"", by.peer_id, by.peer_id, "admin", "", time.time())
@@ -454,6 +468,35 @@ def test_who_has_let_a_peer_in_or_the_founder_renews_its_certificate_and_nobody_
         assert breaks(lambda: asyncio.run(renewals()))
     with changed(Admin, "known.invite, let_in_by=known.let_in_by", "known.invite"):
         assert breaks(lambda: asyncio.run(renewals()))
+
+
+async def test_an_admin_below_two_others_lets_nobody_in_and_says_so_before_it_counts(tmp_path: Path) -> None:
+    """What it signed was too far below the founder for anybody to believe."""
+    (root, first, second, third), network = (Identity.generate() for _ in range(4)), MemoryNetwork()
+    above, name, ledger = b"", root.peer_id, tmp_path / "invites.json"
+    for by, peer in ((root, first), (first, second), (second, third)):
+        admin = Admin(by, name, partial(bytes, above), by.peer_id, None, time.time)
+        assert admin.invite((), "admin", 1, 60.0).grant
+        above = admin.certify(peer.peer_id, "admin")
+    lowest = Admin(third, name, lambda: above, third.peer_id, ledger, time.time)
+    with pytest.raises(NotPermittedError, match="ask the founder"):
+        lowest.invite((), "compute", 1, 60.0)
+    members, grant = Members(name, above), Grant(name, third.peer_id, third.peer_id, "older", "own", 1, 1e12)
+    line = Token.sign(third, (address(1, third),), grant)
+    async with network.transport(third.peer_id, KEY.secret, timeouts=SHORT, members=members) as transport:
+        lowest.serve(transport, members, KEY, SHORT)
+        with pytest.raises(NotPermittedError, match="ask the founder"):
+            await Office(network, root, lowest, members, transport, third).let_in(line)
+    assert not ledger.exists()
+    authority = Authority(lowest, Membership(name, KEY, above, addresses=(address(1, third),)))
+    with pytest.raises(NotPermittedError, match="ask the founder"):
+        authority.way_in()
+    assert authority.way_in(line) == line.encode(), "by another's line its commands still join"
+    known = members.own
+    assert known is not None
+    assert not is_more(grant._replace(role="admin", issuer=second.peer_id), known), "it came by that one"
+    assert is_more(grant._replace(role="admin", issuer=name), known)
+    assert not is_more(grant._replace(role="own", issuer=name), known)
 
 
 async def test_without_its_admin_an_invite_lets_nobody_in_and_says_what_to_do() -> None:

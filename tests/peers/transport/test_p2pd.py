@@ -193,6 +193,15 @@ async def test_one_dead_seed_does_not_matter(tmp_path: Path) -> None:
         assert b.reached == {a.peer_id}
 
 
+async def test_a_seed_that_says_nothing_is_not_waited_for_once_another_has_answered(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # the kernel takes connections, and nobody speaks on them
+        where = f"/ip4/127.0.0.1/tcp/{mute.getsockname()[1]}"
+        silent, other = (f"{where}/p2p/{Identity.generate().peer_id}" for _ in range(2))
+        async with daemon(tmp_path) as a, daemon(tmp_path, "b", seeds=[silent, *a.addresses]) as b:
+            assert b.reached == {a.peer_id}
+            assert await b.connect([other, *a.addresses], 0.1) == {a.peer_id: ""}
+
+
 async def test_when_all_seeds_are_dead_each_is_named_with_its_reason(tmp_path: Path) -> None:
     dead = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{Identity.generate().peer_id}" for port in (9, 11)]
     with pytest.raises(JoinError, match="no peer of the mesh answered within 3 s") as caught:
