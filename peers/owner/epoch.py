@@ -557,7 +557,7 @@ class Owner:
                 assert held is not None
                 await self._tell(feed, report, replace(held, metrics=averaged(feed, answers)))
                 waited = feed.steering.listeners.waits != "never"  # then the next step has not begun before
-                last_s = time.perf_counter() if waited else answers.completed_s
+                last_s = time.perf_counter() if waited else max(last_s, answers.completed_s)
                 continue
             step_s, last_s = answers.completed_s - last_s, answers.completed_s
             self._watch.stepped(step_s)
