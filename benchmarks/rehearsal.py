@@ -58,12 +58,14 @@ STEP_S = 0.8  # of all three together, were they never to wait
 SHARES = {"near-0": 1.0, "near-1": 1.0, "far": 1.8}  # of the speed
 REGIONS = {"near-0": "near", "near-1": "near", "far": "far"}
 POOR = 0.25  # of the link's bandwidth
+SLOW = 20.0  # times as long, that a slow device computes
 BLOCK_FLOPS = 2.0 * work.TOKENS * work.WIDTH**2
 BOUNDARY_BYTES = 4 * work.TOKENS * work.WIDTH
 FLOPS = 3 * (work.LAYERS + 1) * BLOCK_FLOPS * work.MICRO * work.MICROS
 SPEEDS = {name: share * FLOPS / STEP_S / sum(SHARES.values()) for name, share in SHARES.items()}
 INSIDE = LinkProfile(0.00025, 125e6)
 BETWEEN = LinkProfile(0.01, work.MICRO * BOUNDARY_BYTES / (0.8 * STEP_S / work.MICROS))  # the link is eight tenths full
+SLOW_BACK = 5  # steps after it has left
 CHANGE_S = 2.0  # until an epoch has begun
 
 
@@ -82,9 +84,10 @@ def profiles(off: Mapping[str, float]) -> dict[str, BlockTimes]:
     return {n: BlockTimes((0,), (work.MICRO,), (((seconds(n),),),) * 3, (0.0,)) for n in off}
 
 
-def mesh(factor: float, at: float = 0.0, present: Collection[str] = tuple(SPEEDS)) -> Measured:
-    """What peers have measured of one another, with this share of the bandwidth between near and far."""
-    devices = {name: DeviceProfile("cpu", "paced", 1 << 33, SPEEDS[name]) for name in present}
+def mesh(factor: float, at: float = 0.0, present: Collection[str] = tuple(SPEEDS), slow: str = "") -> Measured:
+    """What peers have measured of one another, with this share of the bandwidth between near and far; one may be `slow`."""
+    speeds = {name: SPEEDS[name] / (SLOW if name == slow else 1.0) for name in present}
+    devices = {name: DeviceProfile("cpu", "paced", 1 << 33, speed) for name, speed in speeds.items()}
     return Measured(devices, {pair: link_of(pair, factor, at) for pair in itertools.permutations(present, 2)}, {}, {})
 
 
@@ -131,9 +134,9 @@ class Planner:
 PLANNER = Planner()
 
 
-def step_s(plan: Plan, factor: float) -> float:
+def step_s(plan: Plan, factor: float, slow: str = "") -> float:
     """Of this plan under this network, as simulated."""
-    return period_s(plan, *situation(mesh(factor), costs()))
+    return period_s(plan, *situation(mesh(factor, slow=slow), costs()))
 
 
 def fresh(factor: float, present: Collection[str] = tuple(SPEEDS)) -> Plan:
@@ -171,7 +174,8 @@ class FakeMesh:
     def __init__(self, played: Played, gossips: bool, once: float) -> None:
         self.now_s = 0.0
         self.factor = 1.0
-        self.present = set(SPEEDS)
+        self.present = dict.fromkeys(SPEEDS, 0)  # which process of it
+        self.gone: dict[str, int] = {}  # likewise, whose record is still there
         self._known = {
             pair: as_shown(link_of(pair, once, 0.0), link.bandwidth_bytes_per_s)
             for pair, link in mesh(played.factors[0]).links.items()
@@ -196,17 +200,17 @@ class FakeMesh:
         return dict.fromkeys(peers, ())
 
     @property
-    def peers(self) -> Mapping[str, DeviceProfile]:
-        return mesh(1.0, present=sorted(self.present)).devices
+    def peers(self) -> Mapping[str, Any]:
+        return {name: SimpleNamespace(instance=str(n)) for name, n in (self.gone | self.present).items()}
 
     def devices(self, free: Collection[str]) -> Mapping[str, DeviceProfile]:
-        return self.peers
+        return mesh(1.0, present=sorted(self.present)).devices
 
     def links(self, free: Collection[str]) -> Mapping[tuple[str, str], LinkProfile]:
-        return {pair: link for pair, link in self._known.items() if self.present.issuperset(pair)}
+        return {pair: link for pair, link in self._known.items() if self.present.keys() >= {*pair}}
 
     def measured(self, free: Collection[str]) -> Measured:
-        return Measured(self.peers, self.links(free), {}, {})
+        return Measured(self.devices(free), self.links(free), {}, {})
 
     def parted(self) -> tuple[tuple[str, str], ...]:
         return ()
@@ -270,15 +274,21 @@ async def rehearse(
     gossips: bool = True,
     once: float | None = None,
     late_s: float | None = None,
+    lingers: bool = False,
+    slow: tuple[str, range] | None = None,
 ) -> Played:
     """A job of so many steps, watched for as many as there are factors. Links that are not crossed were probed beside it, and
     showed this share of what they have; a search takes its owner so many seconds; `comes` is a device and the step at which
     it joins; `off` is how many times the seconds that blocks take are in devices' profiles (none has one otherwise); `real` is
     what steps take; without `gossips` no member tells what its steps show; `once` is what the links had, as records tell, before
-    they had the first factor; `late_s` is how long moments hold up the first step after a change whose end was seen, too."""
+    they had the first factor; `late_s` is how long moments hold up the first step after a change whose end was seen, too.
+    Where it `lingers`, `comes` is started anew: the record of its last process is there until then. `slow` is a device that
+    computes SLOW times as long in these steps; then it leaves, and is back SLOW_BACK steps later."""
     played = Played(factors)
     here = FakeMesh(played, gossips, factors[0] if once is None else once)
-    here.present -= {comes[0]} if comes is not None else set()
+    if comes is not None:
+        del here.present[comes[0]]
+        here.gone |= {comes[0]: 0} if lingers else {}
     plan, begins = fresh(factors[0], sorted(here.present)), 0
     following: Plan | None = None
     job = replace(costs(), alike=(0,) * (work.LAYERS + 1)) if off else costs()
@@ -305,15 +315,21 @@ async def rehearse(
                 here.now_s += CHANGE_S
                 here.begin()
             if comes is not None and step == comes[1]:
-                here.present.add(comes[0])
-            seconds = real(plan, here.factor) + held_up_s
+                here.present[comes[0]] = 1
+            name, steps_slow = slow or ("", range(0))
+            if slow is not None and step == steps_slow.stop:
+                del here.present[name]
+            if slow is not None and step == steps_slow.stop + SLOW_BACK:
+                here.present[name] = 1
+            now_slow = name if step in steps_slow else ""
+            seconds = (step_s(plan, here.factor, now_slow) if now_slow else real(plan, here.factor)) + held_up_s
             played.plans.append(plan)
             played.steps_s.append(seconds)
             here.pass_by(seconds)
             await asyncio.sleep(0)
             if leftover < 1:
                 here.probe(leftover)
-            report = report_of(step, steps, plan, seconds, here.factor)
+            report = report_of(step, steps, plan, seconds, here.factor, now_slow)
             here.cross(report.observed.rates)
             if following is None:
                 following = await adapter.hear(report, can_move=True)
@@ -321,13 +337,13 @@ async def rehearse(
     return played
 
 
-def report_of(step: int, steps: int, plan: Plan, seconds: float, factor: float) -> Report:
+def report_of(step: int, steps: int, plan: Plan, seconds: float, factor: float, slow: str = "") -> Report:
     stages = plan.pipelines[0].stages
     compute_s = {}
     rates = {}
     for stage in stages:
         flops = FLOPS * (stage.end - stage.first) / (work.LAYERS + 1)
-        compute_s[stage.peers[0]] = flops / SPEEDS[stage.peers[0]]
+        compute_s[stage.peers[0]] = flops / SPEEDS[stage.peers[0]] * (SLOW if stage.peers[0] == slow else 1.0)
     for a, b in itertools.pairwise(stages):
         for pair in ((a.peers[0], b.peers[0]), (b.peers[0], a.peers[0])):
             rates[pair] = link_of(pair, factor, 0.0).bandwidth_bytes_per_s

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 # That a peer which answers and fails is not planned with; twice as long each time. To try one that hangs takes two minutes.
 SHUNNED_S, LONGEST_SHUNNED_S = 1200.0, 24 * 3600.0
-LINK_TTL_S = 1800.0  # a figure older than this is not believed any more; probes rest while a peer trains
+LINK_TTL_S = 1800.0  # a figure older than this is not believed any more; half as old, it is measured again
 LINKS_AWAITED_S = 6.0  # that a plan waits for the next link which nobody has measured yet
 
 

@@ -18,7 +18,7 @@ from meshcee.figures import LinkProfile
 __all__ = ["Feeding"]
 
 MATTERS = 0.5  # of a step, that inputs are read, or on their way
-UNKNOWN = LinkProfile(0.0, FAST)  # nobody has measured it: few bytes cross it
+UNKNOWN = LinkProfile(0.0, FAST)  # nobody has measured any: few bytes cross them
 
 
 class Feeding:
@@ -49,12 +49,14 @@ class Feeding:
                 self._reads.clear()
                 self.data_s = read_s
                 shifts.append(Reads(read_s))
+        # As it is priced.
+        unknown = min(self.links.values(), key=lambda link: link.bandwidth_bytes_per_s, default=UNKNOWN)
         for peer, (size, rate) in fed.items():
             row = self._rates[peer]
             row.append(min(rate, FAST))
             if len(row) < LASTING_STEPS:
                 continue
-            link, now = self.links.get(peer, UNKNOWN), median(row)
+            link, now = self.links.get(peer, unknown), median(row)
             before = min(link.bandwidth_bytes_per_s, FAST)
             if abs(now / before - 1) >= SHIFT and size / min(now, before) >= MATTERS * step_s:
                 row.clear()

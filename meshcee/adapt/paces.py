@@ -50,6 +50,10 @@ class Paces:
             if node.peer in compute_s and profiled_s > 0 and stage_s >= TELLING * block_s:
                 self._off[node.peer] = compute_s[node.peer] / profiled_s / slow.get(node.peer, 1.0)
 
+    def forget(self, peer: str) -> None:
+        """It was profiled anew, so it has another profile to be off from."""
+        self._off.pop(peer, None)
+
     def ran(self, plan: Plan, step_s: float, priced_s: float) -> None:
         """So long took a step of it, in the weather and with the paces under which it was priced at that."""
         self._ran[plan.hash()] = min(1.0, step_s / priced_s)

@@ -137,6 +137,12 @@ class Senses:
         self._probes.clear()
         self._warm = False
 
+    def forget(self, peer: str) -> None:
+        """How slow a device was says nothing any more: another process of it has come, or it was profiled again."""
+        self.slow.pop(peer, None)
+        self._usual_s.pop(peer, None)
+        self._compute_s.pop(peer, None)
+
     @property
     def compute_s(self) -> dict[str, float]:
         """Seconds that a step of the running plan takes each member to compute, once that is known."""

@@ -9,13 +9,14 @@ from meshcee.figures.hosts import as_run, threads_of
 from meshcee.figures.kernels import MIXES, class_of, fitting, remark, with_classes
 from meshcee.figures.measured import DEFAULT_LINK, FEW, MOST_MICROS, JobCosts, Measured, without_links
 from meshcee.figures.observed import Observed
-from meshcee.figures.profile import BlockCost, Cluster, Device, DeviceProfile, LinkProfile
+from meshcee.figures.profile import AT_HAND, BlockCost, Cluster, Device, DeviceProfile, LinkProfile
 from meshcee.figures.rate import LEAST_BYTES, Rate
 from meshcee.figures.timing import KINDS, MAX_DISTINCT, MAX_SIZES, BlockTimes, Triple
 from meshcee.figures.versions import Versions
 from meshcee.figures.workload import CODECS, HOST_MESSAGE_S, SUM_BUCKET_BYTES, KindTimes, Workload
 
 __all__ = [
+    "AT_HAND",
     "CODECS",
     "DEFAULT_LINK",
     "FEW",

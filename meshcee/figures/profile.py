@@ -17,7 +17,7 @@ from meshcee.errors import ProtocolError, UsageError
 from meshcee.fields import Count, Finite, Name, NotNegative, ShortText
 from meshcee.figures.versions import Versions
 
-__all__ = ["BlockCost", "Cluster", "Device", "DeviceProfile", "LinkProfile", "Path"]
+__all__ = ["AT_HAND", "BlockCost", "Cluster", "Device", "DeviceProfile", "LinkProfile", "Path"]
 
 MAX_FINGERPRINTS = 8  # of one device
 Cores = Annotated[int, Meta(ge=0, le=1 << 16)]
@@ -85,6 +85,9 @@ class LinkProfile:
         low, high = self.bandwidth_range_bytes_per_s or (self.bandwidth_bytes_per_s,) * 2
         span = (share * low, share * high)
         return replace(self, bandwidth_bytes_per_s=share * self.bandwidth_bytes_per_s, bandwidth_range_bytes_per_s=span)
+
+
+AT_HAND = LinkProfile(0.0, 1e15)  # from a peer to itself: nothing crosses a wire
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ default, never silently.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
 from meshcee.errors import PlanError
 from meshcee.figures import (
+    AT_HAND,
     DEFAULT_LINK,
     BlockCost,
     BlockTimes,
@@ -97,7 +98,7 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
     tensor = max((c.boundary_bytes for c in job.blocks[:-1]), default=0) * (job.micro_batch or 1)
     cluster = cluster_of(devices, links, max(tensor, 1), mesh.hints)
     cluster.notes[:0] = notes
-    cluster.feeds |= {peer: link for peer, link in mesh.feeds.items() if peer in cluster.devices}
+    cluster.feeds |= _fed_over(mesh.feeds, cluster.devices)
     kinds = {p: d.kind for p, d in cluster.devices.items()}
     known: dict[str, KindTimes] = {}
     for peer, kind in kinds.items():  # a kind is as fast as its slowest member
@@ -132,6 +133,15 @@ def situation(mesh: Measured, job: JobCosts, *, tiers: int = 0) -> tuple[Cluster
         data_s=job.data_s,
         workspace=job.workspace,
     )
+
+
+def _fed_over(known: Mapping[str, LinkProfile], devices: Collection[str]) -> dict[str, LinkProfile]:
+    """The links that feed these, where any is known: one that nobody has measured is as slow as the slowest."""
+    crossed = {peer: link for peer, link in known.items() if link.bandwidth_bytes_per_s < AT_HAND.bandwidth_bytes_per_s}
+    if not crossed:
+        return {}
+    slowest = min(crossed.values(), key=lambda link: link.bandwidth_bytes_per_s)
+    return {peer: crossed.get(peer, slowest) for peer in devices if peer in crossed or peer not in known}
 
 
 def choose(

@@ -22,7 +22,7 @@ from peers.measure.block_profiler import BlockProfiler
 from peers.measure.link_report import LinkReport
 from peers.measure.probe import LIGHT_S, TARGET_S, Turns, probe_link
 from peers.measure.sounding import Wishes
-from peers.mesh_view import MeshView
+from peers.mesh_view import LINK_TTL_S, MeshView
 from peers.transport import StreamClosed, Transport
 
 __all__ = ["Measuring", "lend_profiles"]
@@ -105,7 +105,8 @@ class Measuring:
         """Measure the links to others that lend a device, one at a time, new ones first.
 
         Links measured before are measured again ever more rarely while they stay as they are. This takes at most PROBE_SHARE of
-        this peer's time on the wire. While the peer trains, only when the owner of a job asks (peers/measure/sounding.py).
+        this peer's time on the wire. While the peer trains, with little, and only when the owner of a job asks
+        (peers/measure/sounding.py), or the figure is so old that soon nobody would believe it.
         """
         rest_until_s = 0.0
         while True:
@@ -122,7 +123,8 @@ class Measuring:
             self._tried[target] = now
             try:
                 where, clock = (self._agent.transport, target, record.addresses, now), self._agent.monotonic
-                target_s = LIGHT_S if asked else TARGET_S
+                light = asked or self._member.is_busy
+                target_s = LIGHT_S if light else TARGET_S
                 with self._turns.own(target) as answered:
                     async with asyncio.timeout(self._agent.timeouts.join_s):
                         probed = await probe_link(*where, clock=clock, target_s=target_s, answered=answered)
@@ -139,7 +141,7 @@ class Measuring:
                     now_s = self._agent.monotonic()
                     rest_until_s = now_s + (now_s - start_s) / PROBE_SHARE
             self._rests_s.pop(target, None)
-            if (before := self._links.known.get(target)) is not None and not asked:
+            if (before := self._links.known.get(target)) is not None and not light:
                 faster = probed.link.bandwidth_bytes_per_s / before.bandwidth_bytes_per_s
                 twice_s = min(2 * self._every_s.get(target, PROBE_EVERY_S), MOST_EVERY_S)
                 self._every_s[target] = twice_s if 1 / ALIKE < faster < ALIKE else PROBE_EVERY_S
@@ -159,7 +161,8 @@ class Measuring:
             if known is None:
                 is_due = now - tried >= self._rests_s.get(peer, 0.0)
             else:
-                is_due = may_repeat and not busy and now - known.measured_at > self._every_s.get(peer, PROBE_EVERY_S)
+                after_s = LINK_TTL_S / 2 if busy else self._every_s.get(peer, PROBE_EVERY_S)
+                is_due = may_repeat and now - known.measured_at > after_s
             if is_due:
                 due.append((known is not None or peer in self._rests_s, tried, peer))
         if not due:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -430,7 +430,7 @@ class Executor:
             names = [name for name, to in self.place.partial_to.items() if to == peer]
             values = [partials.get(n) for n in names]
             header = {"epoch": list(self.place.epoch), "round": round, "micro": micro, "names": names}
-            await self.links.put(peer, self.coding.frame(messages.SHARED, header, values, (), self._runner.step))
+            await self._put(peer, self.coding.frame(messages.SHARED, header, values, (), self._runner.step))
 
     def _partials(self, round: int, micro: int) -> dict[str, torch.Tensor]:
         """By parameter; where several members of a group send one, their sum in plan order."""
@@ -491,4 +491,11 @@ class Executor:
         """A frame for each neighbour that has rows in common with us."""
         header = {"epoch": list(self.place.epoch), "round": round, "micro": micro}
         for piece, values in zip(pieces, frames, strict=True):
-            await self.links.put(piece.peer, self.coding.frame(kind, header, values, coded, self._runner.step))
+            await self._put(piece.peer, self.coding.frame(kind, header, values, coded, self._runner.step))
+
+    async def _put(self, peer: str, frame: Frame | Awaitable[Frame]) -> None:
+        """Behind what waits for this link. Where that is too much, the link holds the stage up, which is no work of it."""
+        start_s = time.perf_counter()
+        await self.links.put(peer, frame)
+        if "wait" in self.seconds:
+            self.seconds["wait"] += time.perf_counter() - start_s

@@ -61,27 +61,42 @@ class Newcomers:
         self.times = dict(times)
         self._agent = agent
         self._ask = ask
-        self._known = set(times)
+        self._known: dict[str, str] = {}  # peer -> which process of it
+        self._know(times)
         self._seen_s: dict[str, float] = {}  # when each of the others was seen first
-        self._asked: set[str] = set()
+        self._asked: dict[str, str] = {}  # likewise
         self._asking: asyncio.Task[None] | None = None
 
-    def look(self, members: Collection[str]) -> list[Shift]:
+    def look(self, members: Collection[str]) -> list[Joined]:
         """Devices that can be planned with since the last look. Called with every step."""
-        present = self._agent.devices(members).keys()
-        self._known = self._known & self._agent.directory.peers.keys() | {*members}
+        present, here = self._agent.devices(members).keys(), self._instances()
+        self._known = {p: known for p, known in self._known.items() if p in members or here.get(p) == known}
+        self._know(set(members) - self._known.keys())
         now_s = self._agent.monotonic()
-        self._seen_s = {p: self._seen_s.get(p, now_s) for p in present - self._known}
+        self._seen_s = {p: self._seen_s.get(p, now_s) for p in present - self._known.keys()}
         if self._asking is None:
             if self._seen_s and (found := self._due(members)):
-                self._asked = found
+                self._asked = {peer: here[peer] for peer in found}
                 self._asking = self._agent.spawn(self._profile())
             return []
         if not self._asking.done():
             return []
         self._asking = None
-        self._known |= self._asked
-        return [Joined(peer) for peer in sorted(self._asked & present)]
+        answered = {p: known for p, known in self._asked.items() if here.get(p) == known}  # not started anew since
+        self._known |= answered
+        return [Joined(peer) for peer in sorted(answered.keys() & present)]
+
+    def lost(self, peers: Collection[str]) -> None:
+        """These are members no more, and may come back: as another process, or as the same one."""
+        self._known = {peer: known for peer, known in self._known.items() if peer not in peers}
+
+    def _instances(self) -> dict[str, str]:
+        """A process that is started anew has another one, and may never have been missed."""
+        return {peer: record.instance for peer, record in self._agent.directory.peers.items()}
+
+    def _know(self, peers: Collection[str]) -> None:
+        here = self._instances()
+        self._known |= {peer: here[peer] for peer in peers if peer in here}
 
     def _due(self, members: Collection[str]) -> set[str]:
         """Of those who are new: whose links to all members are known, or who has had long enough to measure them."""
@@ -183,6 +198,11 @@ class Adaptation:
         self._feeding.restart()
         return True
 
+    def learnt(self, request: PlanRequest) -> PlanRequest:
+        """The same question, with what steps have shown of how fast members are fed and samples are read."""
+        job = replace(request.job, data_s=self._request.job.data_s)
+        return replace(request, job=job, feeds=dict(self._feeding.links))
+
     @property
     def _recent_s(self) -> float:
         """That a step has taken lately."""
@@ -260,7 +280,11 @@ class Adaptation:
             if not self._shifted and len(calm_s) >= LASTING_STEPS:
                 self._calm_s = median(calm_s)
             self._shifted = True
-        told += self._newcomers.look(self._plan.peers)
+        joined = self._newcomers.look(self._plan.peers)
+        for shift in joined:
+            self._senses.forget(shift.peer)
+            self._paces.forget(shift.peer)
+        told += joined
         self._shifts += told
         pays = self._changing_s < CHANGE_SHARE * left_s
         searches = bool(self._shifts) and pays and self._agent.monotonic() >= self._search_at_s

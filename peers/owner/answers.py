@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -84,6 +85,7 @@ class Answers:
     feeder: str = "the owner"  # or the name of the supplier
     read_at: str = ""  # " at NAME (FILE:FUNCTION)" where a supplier reads
     complete: asyncio.Event = field(default_factory=asyncio.Event)
+    completed_s: float = 0.0  # when it was, by time.perf_counter
 
     def __post_init__(self) -> None:
         # By micro-batch: what the loss of each member of the last stage counts for.
@@ -163,7 +165,8 @@ class Answers:
             done = len(self.outputs) == self.round.num_micro
         else:
             done = len(self.losses) == sum(map(len, self._shares)) and len(self.applied) == self.members
-        if done:
+        if done and not self.complete.is_set():
+            self.completed_s = time.perf_counter()
             self.complete.set()
 
     def loss(self) -> float:

@@ -542,7 +542,10 @@ class Owner:
         answers.check()
 
     async def _report_all(self, feed: Feed, report: Callable[[Report], Awaitable[None]]) -> None:
-        """One report a step, in order; the metrics of an evaluation go with the step before it."""
+        """One report a step, in order; the metrics of an evaluation go with the step before it.
+
+        A step lasts from the one before to its own last answer, whoever of the owner's side is late to look at that.
+        """
         started_s = last_s = time.perf_counter()
         held: Report | None = None
         codecs = CodecNews(self.plan)
@@ -553,13 +556,13 @@ class Owner:
             if answers.round.forward_only:
                 assert held is not None
                 await self._tell(feed, report, replace(held, metrics=averaged(feed, answers)))
-                last_s = time.perf_counter()
+                waited = feed.steering.listeners.waits != "never"  # then the next step has not begun before
+                last_s = time.perf_counter() if waited else max(last_s, answers.completed_s)
                 continue
-            now_s = time.perf_counter()
-            step_s, last_s = now_s - last_s, now_s
+            step_s, last_s = answers.completed_s - last_s, answers.completed_s
             self._watch.stepped(step_s)
             weight, predicted = feed.weighed.pop(answers.round.step, None), self.plan.predicted
-            mean_s = (now_s - started_s) / (answers.round.step + 1 - feed.start)
+            mean_s = (answers.completed_s - started_s) / (answers.round.step + 1 - feed.start)
             held = Report(
                 step=answers.round.step,
                 steps=self._job.steps,

@@ -382,6 +382,8 @@ class Training:
                 agent.shun(peers)
             case moves.TellLost():
                 recovery.tell_lost(command)
+                if self._newcomers is not None:
+                    self._newcomers.lost((*command.gone, *command.failed))
                 names = tuple(self.result.names.get(p) or p for p in dict.fromkeys(command.gone + command.failed))
                 await self._listen(self._steering.listeners.event("on_loss", str(command.error), names))
             case moves.TellLeaving():
@@ -480,6 +482,9 @@ class Training:
             await self._telling.go_on()
             await self._listen(self._saved())
             return moves.Failed(error, losses(failures, self._numbers.first_of(in_doubt(self.owner))))
+        finally:
+            if self._adaptation is not None:
+                self._request = self._adaptation.learnt(self._request)
         assert self.owner is not None
         here = frozenset(p for p, record in self._agent.directory.peers.items() if not record.leaving)
         return moves.Ended(self.owner.has_weights, frozenset(self.owner.leaving), here, self._agent.clock())
@@ -560,7 +565,9 @@ class Training:
         self.result.steps_s.clear()
         if self._on_plan is not None:
             self._on_plan(plan, names)
-        await self._listen(self._steering.listeners.plan(plan))
+        if self._adaptation is not None and not self._adaptation.moved(plan, self._reported_s):
+            self._adaptation = None
+        await self._listen(self._steering.listeners.plan(plan))  # who hears of it asks `changes` why
         self._job = replace(self._job, micro_batch_size=plan.micro_batch, threads=plan.threads or None)  # from now on
         self._numbers.begin(plan, devices)
         self._request = replace(self._request, job=self._request.job.begun_on(self._numbers.classes))
@@ -573,7 +580,7 @@ class Training:
         start = self.base.next_step if self.base is not None else 0
         if store is None or not self._job.adapt:
             self._adaptation = None  # without a checkpoint there is nothing to begin another epoch with
-        elif self._adaptation is None or not self._adaptation.moved(plan, self._reported_s):
+        elif self._adaptation is None:
             from peers.owner.adaptation import Adaptation, Newcomers
 
             new = self._newcomers = self._newcomers or Newcomers(self._agent, self._profile, self._request.times)

@@ -14,7 +14,7 @@ import structlog
 
 from meshcee.capture import Capture
 from meshcee.errors import JoinError, MeshceeError
-from meshcee.figures import JobCosts, LinkProfile, threads_of
+from meshcee.figures import AT_HAND, JobCosts, LinkProfile, threads_of
 from meshcee.figures.kernels import KernelClass
 from meshcee.job import At, Job
 from peers.mesh_view import MeshView
@@ -80,9 +80,9 @@ async def _feeds(agent: MeshView, job: Job, costs: JobCosts) -> dict[str, LinkPr
     """Links to idle devices, this peer's or the supplier's, where a step's inputs are so many bytes that these may matter."""
     from peers.measure import LIGHT_S, probe_link
 
-    found: dict[str, LinkProfile] = {}
+    found = {agent.peer_id: AT_HAND}
     if costs.batch_size * sum(size for size, _ in costs.feeds) < LEAST_FED_BYTES:
-        return found
+        return {}
     if isinstance(job.data, At):
         from peers.planning.supplied import supplied_over
 

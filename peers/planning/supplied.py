@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from dht import PeerRecord
-from meshcee.figures import LinkProfile
+from meshcee.figures import AT_HAND, LinkProfile
 from meshcee.job import At
 from peers.mesh_view import MeshView
 from peers.wire import unless_late
@@ -39,7 +39,7 @@ def who_supplies(agent: MeshView, at: At, lost: Mapping[str, float], now: str = 
 def links_from(agent: MeshView, peer: str | None) -> dict[str, LinkProfile]:
     """As this peer has measured them; the planner takes those to devices that it may plan with."""
     record = agent.directory.links.get(peer or "")
-    return {target: link for target, link in record.links if target != peer} if record is not None else {}
+    return {**dict(record.links), record.peer_id: AT_HAND} if record is not None else {}
 
 
 async def supplied_over(agent: MeshView, at: At, limit_s: float) -> dict[str, LinkProfile]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -144,7 +144,7 @@ async def train(
     *,
     network: MemoryNetwork | None = None,
     live_cap: int | None = None,
-    after_step: tuple[int, Callable[[], None]] | None = None,
+    after_step: tuple[int, Callable[[], Awaitable[None] | None]] | None = None,
     adapt: Callable[[Plan], Plan] = lambda plan: plan,
     device: str = "cpu",
     captured: Capture | None = None,
@@ -153,8 +153,8 @@ async def train(
     crossed: Callable[[str], Crossed] = lambda peer: lambda rates, depths: None,
     here: Callable[[MemoryNetwork, int], AbstractAsyncContextManager[list[Any]]] | None = None,
 ) -> Trained:
-    """Capture, offer to `stages` members, train to the end; `after_step` is (step, what to do once it is reported); `crossed`
-    gives each peer whom its session tells of steps."""
+    """Capture, offer to `stages` members, train to the end; `after_step` is (step, what to do or to wait for once it is reported);
+    `crossed` gives each peer whom its session tells of steps."""
     network = network or MemoryNetwork()
     limits = Limits()
     captured = captured or await asyncio.to_thread(capture, job)
@@ -163,8 +163,8 @@ async def train(
 
     async def hear(report: Report) -> None:
         trained.reports.append(report)
-        if after_step is not None and report.step == after_step[0]:
-            after_step[1]()
+        if after_step is not None and report.step == after_step[0] and (waits := after_step[1]()) is not None:
+            await waits
 
     count = len(plan.peers)
     lent = here(network, count) if here is not None else members(network, count, limits, device, memory_bytes, crossed)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -227,25 +231,29 @@ class Wide(nn.Module):
         return x
 
 
-def trained(window: int, crossed: Callable[[str], Crossed]) -> Trained:
-    """Two stages that compute in no time, over links of 1 MB/s: 131 ms for what crosses with each micro-batch."""
+def wide_job(micros: int, steps: int) -> Job:
     x = torch.randn(40, 64, 64, generator=torch.Generator().manual_seed(0))
-    job = Job(
+    return Job(
         model=Wide(),
         loss=nn.functional.mse_loss,
-        data=list(zip(x, x)),
+        data=list(zip(x, x)) * (1 + MICRO * micros // len(x)),
         optimizer=Optimizer("SGD", lr=1e-2),
-        batch_size=MICRO * MICROS,
+        batch_size=MICRO * micros,
         micro_batch_size=MICRO,
-        steps=3,
+        steps=steps,
         codec="none",
     )
 
-    def narrow(plan: Plan) -> Plan:
-        (pipeline,) = plan.pipelines
-        stages = tuple(replace(stage, window=window, live_cap=window) for stage in pipeline.stages)
-        return replace(plan, pipelines=(replace(pipeline, stages=stages),))
 
+def with_window(window: int, plan: Plan) -> Plan:
+    (pipeline,) = plan.pipelines
+    stages = tuple(replace(stage, window=window, live_cap=window) for stage in pipeline.stages)
+    return replace(plan, pipelines=(replace(pipeline, stages=stages),))
+
+
+def trained(window: int, crossed: Callable[[str], Crossed]) -> Trained:
+    """Two stages that compute in no time, over links of 1 MB/s: 131 ms for what crosses with each micro-batch."""
+    job, narrow = wide_job(MICROS, 3), partial(with_window, window)
     network = MemoryNetwork(impairment=Impairment(bandwidth_bytes_per_s=1e6))
     return run(train(job, 2, MICRO, network=network, adapt=narrow, crossed=crossed))
 
@@ -262,3 +270,14 @@ def test_a_window_of_one_leaves_its_links_idle_and_a_wide_one_fills_them(window:
         rates, depths = told[me][-1]
         assert rates[to] == pytest.approx(1e6, rel=0.1), "its receiver has said so"
         assert (depths[to] < LEAST_BYTES) == idle or me == "p1"
+
+
+@virtual_time
+async def test_a_stage_that_a_full_queue_holds_up_is_not_busy() -> None:
+    """With a wide window it works until the queue to a slow link is full. That was told as 80 % of compute."""
+    network = MemoryNetwork()
+    network.impair("p0", "p1", Impairment(bandwidth_bytes_per_s=1e6))
+    with mock.patch.object(time, "perf_counter", asyncio.get_running_loop().time):
+        found = await train(wide_job(96, 2), 2, MICRO, network=network, adapt=partial(with_window, 32))
+    for report in found.reports:
+        assert re.fullmatch(r"links: .*; up to [12]\.\d MB queue from p0 to p1", report.limit), report.limit

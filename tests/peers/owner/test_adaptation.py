@@ -40,13 +40,14 @@ from meshcee.eager import plain
 from meshcee.events import Event
 from meshcee.figures.measured import Measured
 from meshcee.figures.observed import Observed
-from meshcee.figures.profile import LinkProfile
+from meshcee.figures.profile import AT_HAND, LinkProfile
 from meshcee.figures.timing import BlockTimes
 from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.optim import Optimizer
 from meshcee.plan import Plan
 from meshcee.planner.live import situation
+from meshcee.simulator import period_s
 from peers.device.compute import Pace
 from peers.measure.sounding import sound
 from peers.node.assemble import QUICK, InProcess, JoinOptions
@@ -329,6 +330,33 @@ async def test_a_device_that_joins_is_profiled_and_taken_in_where_it_pays() -> N
     assert since["gain"] > 1.5
 
 
+async def test_a_device_that_is_started_anew_before_it_was_missed_is_taken_in() -> None:
+    """It is as new as one that nobody knew, though its record never went."""
+    played = await rehearse([1.0] * 40, comes=("far", 10), off=dict.fromkeys(SPEEDS, 1.0), lingers=True)
+    assert (len(played.changes), played.profiled) == (1, 1)
+    assert "far" in played.plans[-1].peers
+
+
+async def test_a_member_that_was_lost_joins_again_as_the_same_process() -> None:
+    here, asked = FakeMesh(Played([1.0]), True, 1.0), profiles(dict.fromkeys(SPEEDS, 1.0))
+    newcomers = Newcomers(cast(Any, here), here.profiles, asked)
+    assert newcomers.look([*SPEEDS]) == []
+    newcomers.lost(["far"])
+    members = ["near-0", "near-1"]
+    assert newcomers.look(members) == [], "it is asked first"
+    await asyncio.sleep(0.01)
+    assert newcomers.look(members) == [Joined("far")]
+    assert newcomers.look(members) == []
+
+
+async def test_a_device_that_was_slow_counts_for_what_it_is_when_it_has_come_back() -> None:
+    slow = ("far", range(15, 60))
+    played = await rehearse([1.0] * 120, off=dict.fromkeys(SPEEDS, 1.0), slow=slow)
+    assert "far" not in played.plans[slow[1].stop].peers, "it holds the others up"
+    assert "far" in played.plans[-1].peers
+    assert within(played.plans, 1.0) >= 0.95
+
+
 async def test_each_decision_is_told_with_its_cause_alternatives_and_gains() -> None:
     """The link recovers when so few steps are left that going back would not pay."""
     factors = [1.0] * 15 + [POOR] * 60 + [1.0] * 14
@@ -496,6 +524,31 @@ async def test_a_poor_line_from_the_owner_is_adapted_to() -> None:
     (entry,) = [entry for entry in logged if entry["event"] == Event.PLAN_CHANGES]
     assert entry["cause"] == (f"the link that feeds {first} has 0.10 times its bandwidth",)
     assert entry["gain"] > 3
+    asked = adapter.learnt(request)  # after a loss, of another plan
+    assert asked.feeds[first].bandwidth_bytes_per_s == 4e6, "as steps have shown"
+    assert {link.bandwidth_bytes_per_s for peer, link in asked.feeds.items() if peer != first} == {4e7}
+    assert asked.job == job
+
+
+def test_a_device_whose_feeding_link_nobody_knows_is_priced_as_the_slowest_that_is_known() -> None:
+    """It was fed for nothing, so it was taken in the place of one that had been measured."""
+    size = 16_000_000
+    job = replace(costs(), feeds=((size // costs().batch_size, (0,)),))
+    plan, known = fresh(1.0, ["near-0"]), LinkProfile(0.001, 1e6)
+    other = replace(plan.pipelines[0].stages[0].members[0], peer="near-1")
+    stage = replace(plan.pipelines[0].stages[0], members=(other,))
+    like = replace(plan, pipelines=(replace(plan.pipelines[0], stages=(stage,)),))
+
+    def priced_s(feeds: dict[str, LinkProfile]) -> tuple[float, float]:
+        here = situation(replace(mesh(1.0), feeds=feeds), job)
+        return period_s(plan, *here), period_s(like, *here)
+
+    assert priced_s({"near-0": known}) == pytest.approx((size / 1e6, size / 1e6), rel=0.01)
+    nothing_s = priced_s({})
+    assert max(nothing_s) < size / 1e6 / 2
+    own = priced_s({"near-0": known, "near-1": AT_HAND})
+    assert own[1] == nothing_s[1], "the owner's own device is fed for nothing"
+    assert priced_s({"near-1": AT_HAND}) == nothing_s
 
 
 async def sagging(

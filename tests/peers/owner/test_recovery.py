@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Set
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from meshcee.eager import plain
 from meshcee.errors import PeerLostError, PlanError, unwrap
 from meshcee.events import Event
 from meshcee.figures.measured import NEXT_TO_NOTHING
+from meshcee.figures.profile import LinkProfile
 from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.plan import Plan
@@ -28,11 +30,12 @@ from meshcee.stage.runner import StageRunner
 from peers.measure.sounding import sound
 from peers.node.assemble import QUICK, InProcess, JoinOptions
 from peers.node.mesh import Mesh
-from peers.owner import offering
+from peers.owner import adaptation, offering
 from peers.owner.epoch import Report
 from peers.owner.job_run import Result
 from peers.owner.offering import Offering
 from peers.owner.recovery import Recovery
+from peers.planning.coordinator import PlanRequest
 from peers.state.copying import Copying
 from peers.transport.base import Frame, Stream
 from peers.transport.memory import Impairment, MemoryNetwork
@@ -95,6 +98,42 @@ def assert_undisturbed(result: Result, told: list[Report], home: Home) -> None:
     assert [line["step"] for line in home.run("last").reports()] == list(range(STEPS))
     for name, tensor in result.state_dict.items():
         assert torch.equal(tensor, state[name]), name
+
+
+class Learns:
+    """In the place of the adaptation: steps have shown a link that feeds."""
+
+    requests: ClassVar[list[PlanRequest]] = []
+
+    def __init__(self, agent: Any, request: PlanRequest, *more: Any) -> None:
+        self.requests.append(request)
+
+    async def hear(self, report: Report, can_move: bool) -> Plan | None:
+        return None
+
+    def moved(self, plan: Plan, since_s: float | None = None) -> bool:
+        return False
+
+    def learnt(self, request: PlanRequest) -> PlanRequest:
+        return replace(request, feeds={"p": LinkProfile(0.0, 4e6)})
+
+
+async def test_what_steps_showed_of_links_that_feed_outlives_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adaptation, "Adaptation", Learns)
+    Learns.requests.clear()
+    home, told = Home(tmp_path), list[Report]()
+    async with a_mesh(home, 3) as (here, mesh):
+
+        def hear(report: Report) -> None:
+            told.append(report)
+            if report.step == 10:
+                here.crash(stage_of(here, mesh, 1))
+
+        result = await train(mesh, hear)
+    assert_undisturbed(result, told, home)
+    assert [request.feeds for request in Learns.requests] == [{}, {"p": LinkProfile(0.0, 4e6)}]
 
 
 class Slow(Callback):

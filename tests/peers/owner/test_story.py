@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from structlog.testing import capture_logs
 
 from meshcee.callbacks import Control
 from meshcee.files import Home, loads
 from meshcee.picture import Painter
+from meshcee.plan import Plan
 from peers.cli.ui.sources import FolderSource
 from peers.mesh_view import MeshView
+from peers.owner import adaptation
 from peers.owner.adaptation import Change
 from peers.owner.epoch import Report
 from peers.owner.job_run import Result, Training
@@ -62,6 +66,49 @@ async def test_the_story_of_a_run_that_lost_a_member(tmp_path: Path) -> None:
     found = painter.picture(0.0)
     assert found.plan is not None
     assert all(seat.needed_bytes and seat.compute_s and seat.f_s for seat in found.plan.seats)
+
+
+class Scripted:
+    """In the place of the adaptation: after step 9 the first member of the plan is to go on alone."""
+
+    def __init__(
+        self, agent: MeshView, request: Any, plan: Plan, changes: list[Change], newcomers: Any, check: Any
+    ) -> None:
+        self._plan, self._changes, self._chosen = plan, changes, cast(Plan | None, None)
+
+    async def hear(self, report: Report, can_move: bool) -> Plan | None:
+        if report.step != 9 or self._chosen is not None:
+            return None
+        (pipeline,) = self._plan.pipelines
+        alone = replace(pipeline.stages[0], end=self._plan.num_blocks, window=1, live_cap=1)
+        self._chosen = replace(self._plan, pipelines=(replace(pipeline, stages=(alone,)),))
+        return self._chosen
+
+    def moved(self, plan: Plan, since_s: float | None = None) -> bool:
+        if plan is self._chosen:
+            self._changes.append(Change(9, ("the link from ann to ben sagged",), "cut", 3, 1.4, 1.4))
+        return plan is self._chosen
+
+    def learnt(self, request: Any) -> Any:
+        return request
+
+
+async def test_a_running_job_tells_why_its_plan_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It told of a member that may leave: what it hears of a new plan came before the reason."""
+    monkeypatch.setattr(adaptation, "Adaptation", Scripted)
+    home, told = Home(tmp_path), list[Report]()
+    async with a_mesh(home, 2) as (_, mesh):
+        result = await train(mesh, told.append)
+    assert_undisturbed(result, told, home)
+    assert result.plan is not None
+    assert len(result.plan.peers) == 1
+    events = lines_of(home.run("last").folder / "events.jsonl")
+    assert [(event["kind"], event.get("gain")) for event in events] == [
+        ("planned", None),
+        ("replanned", 1.4),
+        ("ended", None),
+    ]
+    assert events[1]["text"].startswith("the link from ann to ben sagged: ")
 
 
 async def test_without_a_folder_nothing_is_told(tmp_path: Path) -> None:

@@ -6,11 +6,17 @@ import asyncio
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 
 from peers.owner.result import Telling, once
+from peers.transport.memory import Impairment, MemoryNetwork
+from tests.peers.member.test_training import make_job
+from tests.rig.mesh_fixture import train
+from tests.rig.virtual_time import virtual_time
 
 
 async def test_what_was_interrupted_is_gone_on_with_and_nothing_is_done_twice() -> None:
@@ -68,3 +74,16 @@ def test_a_second_call_waits_for_the_first_and_has_its_error() -> None:
         events.append("second call over")
         assert isinstance(first.exception(), ValueError)
     assert events == ["heard", "second call over"]
+
+
+@virtual_time
+async def test_whoever_hears_late_of_a_step_makes_it_no_longer_and_the_next_ones_no_shorter() -> None:
+    """A search for another plan made one step that seemed slow, and several that seemed to take no time."""
+    network = MemoryNetwork(impairment=Impairment(latency_s=0.05))
+    with mock.patch.object(time, "perf_counter", asyncio.get_running_loop().time):
+        late = (10, lambda: asyncio.sleep(5.0))
+        trained = await train(make_job(steps=30), 2, 6, network=network, after_step=late)
+    seconds = [report.step_s for report in trained.reports]
+    usual_s = median(seconds)
+    assert 0 < usual_s < 0.5, "so it was late by ten steps or more"
+    assert all(usual_s / 2 < took_s < 2 * usual_s for took_s in seconds[1:])
