@@ -104,11 +104,12 @@ def read_notes(folder: Path) -> dict[str, Any]:
 
 
 class _Standing(NamedTuple):
-    """After so many steps: the best metric and its step, and the attributes of each callback that has a state."""
+    """How things stood after so many steps."""
 
     step: int
-    best: tuple[Any, Any]
-    attributes: list[Any]
+    decisive: float | None  # the metric of an evaluation by which states are compared
+    best: tuple[Any, Any]  # of these metrics, and its step
+    attributes: list[Any]  # of each callback that has a state
 
 
 class Bridge(Callback):
@@ -133,10 +134,9 @@ class Bridge(Callback):
         self.run_id: str | None = None
         self.begins = 0  # how many steps were done before
         self._losses: list[float] = []  # of all steps
-        self._decided: dict[int, float] = {}  # the decisive metric of evaluations, by step
         self._stood: list[_Standing] = []  # at the start, and after each evaluation
         self._last: Any = None  # the last report
-        self._has_begun = self._in_epoch = False
+        self._in_epoch = False
         self._trouble = Trouble()
 
     # -- what a run tells
@@ -167,8 +167,7 @@ class Bridge(Callback):
             for one in self._with_state():
                 one.on_evaluate(self.args, self.state, self.control, metrics=figures)
             self._is_best(figures)
-            self._decide(figures)
-            self._stand()
+            self._stand(figures)
         self.state.log_history.sort(key=lambda line: line["step"])
         self._count(len(reports))
         self.begins = len(reports)
@@ -177,9 +176,6 @@ class Bridge(Callback):
             run.keep(self.state.best_global_step)
 
     def on_plan(self, run: Control, plan: Any) -> None:
-        if self._has_begun:
-            return
-        self._has_begun = True
         self.run_id = run.id
         self._write()
         self._hear("on_train_begin")
@@ -302,7 +298,7 @@ class Bridge(Callback):
             run.checkpoint(keep=True)
         if (rate := self._decide(metrics)) is not None:
             run.set_lr(rate)
-        self._stand()
+        self._stand(metrics)
         self._write()
 
     # -- what an audit takes back
@@ -311,7 +307,6 @@ class Bridge(Callback):
         """This step and later ones come anew: all is as it was before them."""
         del self._losses[step:]
         self.state.log_history = [line for line in self.state.log_history if line["step"] <= step]
-        self._decided = {at: value for at, value in self._decided.items() if at <= step}
         self._stood = [stood for stood in self._stood if stood.step <= step]
         if self._stood:
             stood = self._stood[-1]
@@ -325,11 +320,12 @@ class Bridge(Callback):
         self.control.should_training_stop = False
         self._write()
 
-    def _stand(self) -> None:
+    def _stand(self, metrics: Mapping[str, float] | None = None) -> None:
         best = self.state.best_metric, self.state.best_global_step
         with calling("state of a TrainerCallback"):
             attributes = [copy.deepcopy(one.state().get("attributes", {})) for one in self._with_state()]
-        self._stood.append(_Standing(self.state.global_step, best, attributes))
+        decisive = metrics[self._decisive] if metrics and self._decisive else None
+        self._stood.append(_Standing(self.state.global_step, decisive, best, attributes))
 
     def _with_state(self) -> list[Any]:
         """Callbacks that have a state which the library saves."""
@@ -369,10 +365,9 @@ class Bridge(Callback):
         """The rate from now on, where the library's schedule looks at evaluations and changes it after this one."""
         if (name := self._decisive) is None:
             return None
-        before = self._decided
-        self._decided = {**before, self.state.global_step: metrics[name]}
-        rate = rate_after(self.args, self._decided.values())
-        return None if rate == rate_after(self.args, before.values()) else rate
+        before = [stood.decisive for stood in self._stood if stood.decisive is not None]
+        rate = rate_after(self.args, [*before, metrics[name]])
+        return None if rate == rate_after(self.args, before) else rate
 
     def _write(self) -> None:
         """What a resumed run reads: beside what a run keeps itself, the figures of compute_metrics. A full disk ends no run.
