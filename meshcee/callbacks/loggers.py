@@ -134,7 +134,7 @@ class _Csv(_Logger):
     def _write(self) -> None:
         if self._goes is not None:
             rows = self._path.read_bytes().splitlines(keepends=True)
-            disk.write_whole(self._path, b"".join(row for row in rows if _is_before(self._goes, row)))
+            disk.publish(self._path, b"".join(row for row in rows if _is_before(self._goes, row)))
             self._goes = None
         rows = b"".join(self._waiting)
         self.needs_bytes = len(rows)

@@ -136,7 +136,6 @@ class Bridge(Callback):
         self._losses: list[float] = []  # of all steps
         self._stood: list[_Standing] = []  # at the start, and after each evaluation
         self._last: Any = None  # the last report
-        self._in_epoch = False
         self._trouble = Trouble()
 
     # -- what a run tells
@@ -181,7 +180,7 @@ class Bridge(Callback):
         self._hear("on_train_begin")
         self.handler.model = None  # until the end its weights are with the peers
         self._stand()
-        self._begin_epoch()
+        self._hear("on_epoch_begin")
         self._hear("on_step_begin")
 
     def on_step(self, run: Control, report: Any) -> None:
@@ -196,9 +195,8 @@ class Bridge(Callback):
         last = self.state.global_step >= self.state.max_steps
         self._hear("on_step_end")
         evaluated = self._flow(run, report, evaluated=False)
-        ends_epoch = last or self.state.global_step % self.per_epoch == 0
-        if ends_epoch:
-            self._end_epoch()
+        if self._ends_epoch:
+            self._hear("on_epoch_end")
             evaluated = self._flow(run, report, evaluated=evaluated)
         if report.metrics and not evaluated:
             self._evaluate(run, report)
@@ -209,14 +207,14 @@ class Bridge(Callback):
         if self.control.should_training_stop:
             run.stop()
             return
-        if ends_epoch:
-            self._begin_epoch()
+        if self._ends_epoch:
+            self._hear("on_epoch_begin")
         self._hear("on_step_begin")
 
     def on_end(self, run: Control, result: Any, error: str | None) -> None:
         """A run that was stopped within an epoch has left it: as in the library it is over then. It is not evaluated."""
-        if error is None and self._in_epoch and self._last is not None:
-            self._end_epoch()
+        if error is None and self._last is not None and not self._ends_epoch:
+            self._hear("on_epoch_end")
             self._log_losses(self._last)
             self.control.should_evaluate = self.control.should_save = False
 
@@ -244,13 +242,9 @@ class Bridge(Callback):
         with calling(f"{event} of a TrainerCallback"):
             self.control = getattr(self.handler, event)(self.args, state or self.state, self.control, *more)
 
-    def _begin_epoch(self) -> None:
-        self._in_epoch = True
-        self._hear("on_epoch_begin")
-
-    def _end_epoch(self) -> None:
-        self._in_epoch = False
-        self._hear("on_epoch_end")
+    @property
+    def _ends_epoch(self) -> bool:
+        return self.state.global_step >= self.state.max_steps or self.state.global_step % self.per_epoch == 0
 
     def _count(self, steps: int) -> None:
         self.state.global_step, self.state.epoch = steps, steps / self.per_epoch
