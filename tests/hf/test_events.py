@@ -358,6 +358,7 @@ def test_evaluations_that_are_taken_back_count_once(tmp_path: Path) -> None:
     assert rate(story, 2) == 0.5
     story.step(2, 0.45)
     assert rate(story, 3) == 0.5 * 0.3
+    assert (story.state.best_metric, story.state.best_global_step) == (0.4, 2)
 
 
 @pytest.mark.parametrize("resumed", [0, 1])
@@ -376,7 +377,6 @@ def test_after_an_audit_all_is_as_if_the_liar_had_never_been_there(resumed: int,
         for step, loss in steps[resumed:]:
             if step <= last:
                 story.control.take_back(step)
-                story.listeners.take_back(step)
             story.step(last := step, loss)
         return story, stopping
 
