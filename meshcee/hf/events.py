@@ -244,7 +244,8 @@ class Bridge(Callback):
 
     @property
     def _ends_epoch(self) -> bool:
-        return self.state.global_step >= self.state.max_steps or self.state.global_step % self.per_epoch == 0
+        step = self.state.global_step
+        return bool(step >= self.state.max_steps or step % self.per_epoch == 0)
 
     def _count(self, steps: int) -> None:
         self.state.global_step, self.state.epoch = steps, steps / self.per_epoch
