@@ -295,7 +295,7 @@ def token_classifier() -> Any:
     return transformers.BertForTokenClassification(transformers.BertConfig(vocab_size=WORDS, num_labels=WORDS, **sizes))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("filters", [True, False])
 @pytest.mark.parametrize("make", [llama, token_classifier])
 def test_a_micro_batch_without_labels_counts_in_an_evaluation_as_in_the_library(
@@ -319,7 +319,6 @@ def test_a_micro_batch_without_labels_counts_in_an_evaluation_as_in_the_library(
     assert found == pytest.approx([theirs] * 2, rel=1e-6, nan_ok=True)
 
 
-@pytest.mark.cases(1)
 def test_a_model_in_eval_mode_is_trained_with_its_dropout(tmp_path: Path) -> None:
     """As the library's train() calls model.train(); scripts leave the mode that generate() or an evaluation wants."""
     peft = pytest.importorskip("peft", reason="the hf extra is not installed")
