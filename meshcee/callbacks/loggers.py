@@ -133,8 +133,8 @@ class _Csv(_Logger):
 
     def _write(self) -> None:
         if self._goes is not None:
-            rows = self._path.read_bytes().splitlines(keepends=True)
-            disk.publish(self._path, b"".join(row for row in rows if _is_before(self._goes, row)))
+            known = self._path.read_bytes().splitlines(keepends=True)
+            disk.publish(self._path, b"".join(row for row in known if _is_before(self._goes, row)))
             self._goes = None
         rows = b"".join(self._waiting)
         self.needs_bytes = len(rows)
