@@ -95,7 +95,8 @@ class Job:
                weights never exist all at once: every peer makes those of its stage, for models larger than any machine
     weights    a safetensors checkpoint that the model starts from, as `model.load_state_dict` would load it: a file, or a
                folder with model.safetensors or with shards and their index
-    loss       (output, target) -> scalar tensor; `reduction` says whether it is the mean or the sum over samples
+    loss       (output, target) -> scalar tensor; `reduction` says whether it is the mean or the sum over samples. An
+               evaluation gives the mean per sample of either
     data       map-style: `len(data)` and `data[i] -> (x, y)`; x and y are tensors, numbers, or tuples / dicts of them.
                Samples are stacked along a new first dimension. `model(x)`, `model(*x)` or `model(**x)` by x's type.
                Or data[i] is a dict of columns, each one tensor: `model(**row)`, without the label if forward has no parameter
@@ -110,7 +111,8 @@ class Job:
     batch_size samples per optimizer step; steps: how many
     micro_batch_size  samples per micro-batch; None lets the first plan choose
     clip_norm  global gradient norm, as torch.nn.utils.clip_grad_norm_
-    weight     target -> number: the weight of a micro-batch in the step's loss (for ignored tokens); default its size
+    weight     target -> number: the weight of a micro-batch in the step's loss (for ignored tokens); default its size.
+               Not beside reduction="sum", where each counts as it is
     precision  "fp32", or "bf16": bf16 weights and compute, fp32 master weights and moments
     keep_fp32  modules that compute in fp32 though precision is "bf16", by shell patterns of their names or classes, as "*Norm*";
                "frozen" names those of which nothing is trained. They get bf16 inputs in fp32, and give fp32 outputs in bf16
@@ -206,6 +208,8 @@ class Job:
             )
         if self.reduction not in ("mean", "sum"):
             raise UsageError(f"reduction must be 'mean' or 'sum', got {self.reduction!r}")
+        if self.reduction == "sum" and self.weight is not None:
+            raise UsageError("reduction='sum' adds losses up as they are, and a weight is for means: leave one out")
         if self.precision == "fp16":
             raise UsageError(
                 "precision 'fp16' needs a loss scale that follows what overflows, so steps would be left out; use 'bf16', whose "

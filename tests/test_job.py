@@ -65,6 +65,7 @@ def make(**changes: Any) -> Job:
         ),
         ({"micro_batch_size": 3}, "multiple of micro_batch_size"),
         ({"reduction": "median"}, "'mean' or 'sum'"),
+        ({"reduction": "sum", "weight": len}, "a weight is for means: leave one out"),
         ({"precision": "fp8"}, "must be 'fp32', or 'bf16'"),
         ({"precision": "fp16"}, "use 'bf16'"),
         ({"keep_fp32": ("*Norm*",)}, "precision is 'fp32'"),

@@ -31,13 +31,15 @@ class Change(NamedTuple):
 class Control:
     """Of one run, by its job's name; `metrics` are those that its evaluations have. All threads may ask at any time.
 
-    `saves`: the run has a folder. `evaluates`: it evaluates before its last step, whoever asks for it.
+    `id`: the run's, from `on_resume` or the first step on. `saves`: the run has a folder. `evaluates`: it evaluates before its
+    last step, whoever asks for it.
     """
 
     def __init__(
         self, name: str = "job", *, metrics: Sequence[str] = (), saves: bool = False, evaluates: bool = True
     ) -> None:
         self.name, self.metrics, self.saves, self.evaluates = name, tuple(metrics), saves, evaluates
+        self.id: str | None = None
         self._lock = threading.Lock()
         self._next = 0
         self._changes: list[Change] = []  # by step

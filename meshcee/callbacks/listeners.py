@@ -71,6 +71,10 @@ class Listeners:
         self._saved = max((self._saved, *(steps for steps, _ in new)))
         return _in_turn([self.event("on_checkpoint", *one) for one in new])
 
+    def take_back(self, step: int) -> None:
+        """This step and later ones are done again: of checkpoints behind it they hear anew."""
+        self._saved = min(self._saved, step)
+
     def end(self, result: Any, error: str | None) -> Callable[[], None] | None:
         """Once, however it ends."""
         if self._is_over:

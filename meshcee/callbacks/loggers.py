@@ -38,6 +38,7 @@ class _Logger(Callback, ABC):
     what: str  # as people name it
     needs_bytes = 0
     _is_open = False
+    _next = 0  # the step behind the last that it was told of
     _trouble = Trouble()
 
     @abstractmethod
@@ -46,11 +47,14 @@ class _Logger(Callback, ABC):
     @abstractmethod
     def log(self, step: int, figures: Mapping[str, float]) -> None: ...
 
+    def take_back(self, step: int) -> None:
+        """This step and later ones come anew, as an audit wants it. A service keeps what it was told."""
+
     @abstractmethod
     def close(self, error: str | None) -> None: ...
 
     def on_resume(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
-        self._is_open = True
+        self._is_open, self._next = True, max((report["step"] + 1 for report in reports), default=0)
         self.open(run, reports)
 
     def on_plan(self, run: Control, plan: Any) -> None:
@@ -59,7 +63,10 @@ class _Logger(Callback, ABC):
 
     def on_step(self, run: Control, report: Any) -> None:
         figures = _figures(vars(report))
+        last, self._next = self._next, report.step + 1
         with self._going_on():
+            if report.step < last:
+                self.take_back(report.step)
             self.log(report.step, figures)
 
     def on_end(self, run: Control, result: Any, error: str | None) -> None:
@@ -91,12 +98,15 @@ class _Csv(_Logger):
     def __init__(self, path: str) -> None:
         self._path, self.what = Path(path), f"csv:{path}"
         self._waiting: deque[bytes] = deque(maxlen=MOST_ROWS)
+        self._goes: int | None = None  # the file's rows from this step on
         if not path or not self._path.parent.is_dir():
             raise UsageError(f"csv:FILE wants a file in a folder that is there, not {path!r:.200}")
 
     def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
-        self._columns = ["step", *FIGURES, *(f"eval/{name}" for name in run.metrics)]
-        rows = [dict(zip(self._columns, self._columns)), *({"step": r["step"], **_figures(r)} for r in reports)]
+        told = [{"step": r["step"], **_figures(r)} for r in reports]
+        names = (*(f"eval/{name}" for name in run.metrics), *(name for row in told for name in row))
+        self._columns = [*dict.fromkeys(("step", *FIGURES, *names))]  # also of metrics that the job had before
+        rows = [dict(zip(self._columns, self._columns)), *told]
         try:
             self._path = self._path.absolute()
             disk.File(self._path).abort()  # what stood there is gone
@@ -113,15 +123,29 @@ class _Csv(_Logger):
         self._waiting.append(self._line({"step": step, **figures}))
         self._write()
 
+    def take_back(self, step: int) -> None:
+        self._goes = step if self._goes is None else min(self._goes, step)
+        self._waiting = deque((row for row in self._waiting if _is_before(step, row)), MOST_ROWS)
+
     def close(self, error: str | None) -> None:
         if self._waiting:
             self._write()
 
     def _write(self) -> None:
+        if self._goes is not None:
+            known = self._path.read_bytes().splitlines(keepends=True)
+            disk.publish(self._path, b"".join(row for row in known if _is_before(self._goes, row)))
+            self._goes = None
         rows = b"".join(self._waiting)
         self.needs_bytes = len(rows)
         disk.append(self._path, rows)
         self._waiting.clear()
+
+
+def _is_before(step: int, row: bytes) -> bool:
+    """Whether it is of an earlier step, or the head."""
+    found = row.partition(b",")[0]
+    return not found.isdigit() or int(found) < step
 
 
 class _TensorBoard(_Logger):
@@ -132,9 +156,15 @@ class _TensorBoard(_Logger):
         self._folder, self.what = folder, f"tensorboard:{folder}"
 
     def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
+        self._begin(self._next or None)  # it hides what an owner that died wrote beyond
+
+    def _begin(self, step: int | None) -> None:
         writer = importlib.import_module("torch.utils.tensorboard").SummaryWriter
-        begins = max((report["step"] + 1 for report in reports), default=0)
-        self._writer = writer(self._folder, purge_step=begins or None)  # it hides what an owner that died wrote beyond
+        self._writer = writer(self._folder, purge_step=step)
+
+    def take_back(self, step: int) -> None:
+        self._writer.close()
+        self._begin(step)
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():

@@ -30,7 +30,7 @@ CARRIED_OUT = frozenset(
     output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps seed
     learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2
     adam_epsilon max_grad_norm bf16 activation_checkpointing gradient_checkpointing use_cache
-    logging_strategy logging_steps logging_first_step report_to run_name project disable_tqdm
+    logging_strategy logging_steps logging_first_step logging_nan_inf_filter report_to run_name project disable_tqdm
     eval_strategy eval_steps prediction_loss_only save_strategy save_steps
     load_best_model_at_end metric_for_best_model greater_is_better
     remove_unused_columns label_names dataloader_drop_last
@@ -47,7 +47,7 @@ NOTHING_TO_ACT_ON = frozenset(
         dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
         dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters ddp_bucket_cap_mb
         ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout local_rank use_cpu
-        eval_accumulation_steps eval_use_gather_object log_level log_level_replica log_on_each_node logging_nan_inf_filter
+        eval_accumulation_steps eval_use_gather_object log_level log_level_replica log_on_each_node
         save_on_each_node skip_memory_metrics full_determinism debug length_column_name
         do_train do_eval do_predict resume_from_checkpoint restore_callback_states_from_checkpoint
         hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision liger_kernel_config

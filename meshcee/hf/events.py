@@ -6,13 +6,14 @@ save stands in the Job; what a callback of the user's wants beyond that counts f
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from meshcee.errors import UsageError
 from meshcee.files import Trouble, disk, dumps, loads
 from meshcee.hf.arguments import rate_after
 from meshcee.hf.library import transformers
+from meshcee.hf.loss import eval_loss
 from meshcee.hf.samples import Outputs
 from meshcee.user_code import calling
 
@@ -101,6 +103,15 @@ def read_notes(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) and isinstance(found.get("log_history"), list) else {}
 
 
+class _Standing(NamedTuple):
+    """How things stood after so many steps."""
+
+    step: int
+    decisive: float | None  # the metric of an evaluation by which states are compared
+    best: tuple[Any, Any]  # of these metrics, and its step
+    attributes: list[Any]  # of each callback that has a state
+
+
 class Bridge(Callback):
     """Of one `train()`. `state` and `control` are the library's own, which callbacks read and write."""
 
@@ -119,12 +130,12 @@ class Bridge(Callback):
     ) -> None:
         self.args, self.handler, self.state, self.per_epoch = args, handler, state, per_epoch
         self.control = transformers().TrainerControl()
+        self._outputs, self._measure, self._notes = outputs, measure, notes or {}
         self.run_id: str | None = None
         self.begins = 0  # how many steps were done before
-        self._outputs, self._measure, self._notes = outputs, measure, notes or {}
-        self._losses: list[float] = []  # of the steps since the last log
-        self._decided: dict[int, float] = {}  # the decisive metric of evaluations, by step
-        self._has_begun = False
+        self._losses: list[float] = []  # of all steps
+        self._stood: list[_Standing] = []  # at the start, and after each evaluation
+        self._last: Any = None  # the last report
         self._trouble = Trouble()
 
     # -- what a run tells
@@ -135,8 +146,7 @@ class Bridge(Callback):
 
     def on_resume(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
         """The log goes on, and callbacks that have a state hear of the evaluations again."""
-        from transformers.trainer_callback import ExportableState
-
+        self._stand()
         known = [line for line in self._notes.get("log_history", []) if line.get("step", math.inf) <= len(reports)]
         self.state.log_history = [line for line in known if "loss" in line]
         for report in reports:
@@ -144,7 +154,7 @@ class Bridge(Callback):
                 continue
             self._count(report["step"] + 1)
             noted = (line for line in known if line["step"] == report["step"] + 1)
-            loss = report["metrics"]["loss"]
+            loss = eval_loss(report["metrics"])
             metrics = next((line for line in noted if line.get("eval_loss") == loss), {"eval_loss": loss})
             if self._decisive not in (None, *metrics):
                 raise UsageError(
@@ -153,36 +163,39 @@ class Bridge(Callback):
                 )
             figures = {name: math.nan if x is None else x for name, x in metrics.items()}  # as JSON has it
             self.state.log_history.append({**figures, "epoch": self.state.epoch, "step": self.state.global_step})
-            for one in self.handler.callbacks:
-                if isinstance(one, ExportableState):
-                    one.on_evaluate(self.args, self.state, self.control, metrics=figures)
+            for one in self._with_state():
+                one.on_evaluate(self.args, self.state, self.control, metrics=figures)
             self._is_best(figures)
-            self._decide(figures)
+            self._stand(figures)
         self.state.log_history.sort(key=lambda line: line["step"])
         self._count(len(reports))
         self.begins = len(reports)
-        logged = max((line["step"] for line in known if "loss" in line), default=0)
-        self._losses = [report["loss"] for report in reports if report["step"] >= logged]
+        self._losses = [report["loss"] for report in reports]
         if self.state.best_global_step:
             run.keep(self.state.best_global_step)
 
     def on_plan(self, run: Control, plan: Any) -> None:
-        if self._has_begun:
-            return
-        self._has_begun = True
+        self.run_id = run.id
+        self._write()
         self._hear("on_train_begin")
         self.handler.model = None  # until the end its weights are with the peers
+        self._stand()
         self._hear("on_epoch_begin")
         self._hear("on_step_begin")
 
     def on_step(self, run: Control, report: Any) -> None:
+        if report.step < self.state.global_step:
+            self._take_back(report.step)
         self._count(report.step + 1)
         self._losses.append(report.loss)
+        self._last = report
+        if self.run_id != run.id:  # it has a folder now
+            self.run_id = run.id
+            self._write()
         last = self.state.global_step >= self.state.max_steps
         self._hear("on_step_end")
         evaluated = self._flow(run, report, evaluated=False)
-        ends_epoch = last or self.state.global_step % self.per_epoch == 0
-        if ends_epoch:
+        if self._ends_epoch:
             self._hear("on_epoch_end")
             evaluated = self._flow(run, report, evaluated=evaluated)
         if report.metrics and not evaluated:
@@ -194,14 +207,20 @@ class Bridge(Callback):
         if self.control.should_training_stop:
             run.stop()
             return
-        if ends_epoch:
+        if self._ends_epoch:
             self._hear("on_epoch_begin")
         self._hear("on_step_begin")
 
+    def on_end(self, run: Control, result: Any, error: str | None) -> None:
+        """A run that was stopped within an epoch has left it: as in the library it is over then. It is not evaluated."""
+        if error is None and self._last is not None and not self._ends_epoch:
+            self._hear("on_epoch_end")
+            self._log_losses(self._last)
+            self.control.should_evaluate = self.control.should_save = False
+
     def on_checkpoint(self, run: Control, steps: int, folder: Path) -> None:
-        self.run_id = folder.parent.parent.name
-        if self.state.best_global_step:
-            self.state.best_model_checkpoint = f"{self.run_id}@{self.state.best_global_step}"
+        self.run_id = run.id
+        self._name_best()
         self._write()
         then = dataclasses.replace(self.state, global_step=steps, epoch=steps / self.per_epoch)
         self._hear("on_save", state=then)
@@ -223,17 +242,17 @@ class Bridge(Callback):
         with calling(f"{event} of a TrainerCallback"):
             self.control = getattr(self.handler, event)(self.args, state or self.state, self.control, *more)
 
+    @property
+    def _ends_epoch(self) -> bool:
+        step = self.state.global_step
+        return bool(step >= self.state.max_steps or step % self.per_epoch == 0)
+
     def _count(self, steps: int) -> None:
         self.state.global_step, self.state.epoch = steps, steps / self.per_epoch
 
     def _flow(self, run: Control, report: Any, *, evaluated: bool) -> bool:
         """Do what `control` says after a step or an epoch; whether this step's evaluation has been heard of."""
-        if self.control.should_log and self._losses:
-            logs = {"loss": sum(self._losses) / len(self._losses)}
-            logs |= {"grad_norm": report.norm} if report.norm is not None else {}
-            logs |= {"learning_rate": report.lr} if report.lr is not None else {}
-            self._losses = []
-            self.log(logs)
+        self._log_losses(report)
         if report.metrics and self.control.should_evaluate and not evaluated:
             self._evaluate(run, report)
             evaluated = True
@@ -248,13 +267,24 @@ class Bridge(Callback):
         self.control.should_evaluate = self.control.should_save = False
         return evaluated
 
+    def _log_losses(self, report: Any) -> None:
+        """Where `control` says so, the mean since the last log."""
+        logged = next((line["step"] for line in reversed(self.state.log_history) if "loss" in line), 0)
+        losses = self._losses[logged:]
+        if not (self.control.should_log and losses):
+            return
+        logs = {"loss": sum(losses) / len(losses)}
+        logs |= {"grad_norm": report.norm} if report.norm is not None else {}
+        logs |= {"learning_rate": report.lr} if report.lr is not None else {}
+        self.log(logs)
+
     def _saves_anyway(self) -> bool:
         step, how = self.state.global_step, self.args.save_strategy.value
         every = {"steps": self.state.save_steps, "epoch": self.per_epoch}.get(how, 0)
         return bool(step >= self.state.max_steps or (every > 0 and step % every == 0))
 
     def _evaluate(self, run: Control, report: Any) -> None:
-        metrics = {"eval_loss": report.metrics["loss"]}
+        metrics = {"eval_loss": eval_loss(report.metrics)}
         if self._outputs is not None and self._measure is not None:
             metrics |= self._measure(*self._outputs.collect())
         self.log(metrics)
@@ -263,7 +293,46 @@ class Bridge(Callback):
             run.checkpoint(keep=True)
         if (rate := self._decide(metrics)) is not None:
             run.set_lr(rate)
+        self._stand(metrics)
         self._write()
+
+    # -- what an audit takes back
+
+    def _take_back(self, step: int) -> None:
+        """This step and later ones come anew: all is as it was before them."""
+        del self._losses[step:]
+        self.state.log_history = [line for line in self.state.log_history if line["step"] <= step]
+        self._stood = [stood for stood in self._stood if stood.step <= step]
+        if self._stood:
+            stood = self._stood[-1]
+            self.state.best_metric, self.state.best_global_step = stood.best
+            for one, attributes in zip(self._with_state(), stood.attributes):
+                for name, value in attributes.items():
+                    setattr(one, name, copy.deepcopy(value))
+        if self.state.best_model_checkpoint is not None:
+            self.state.best_model_checkpoint = None
+            self._name_best()
+        self.control.should_training_stop = False
+        self._write()
+
+    def _stand(self, metrics: Mapping[str, float] | None = None) -> None:
+        best = self.state.best_metric, self.state.best_global_step
+        with calling("state of a TrainerCallback"):
+            attributes = [copy.deepcopy(one.state().get("attributes", {})) for one in self._with_state()]
+        decisive = metrics[self._decisive] if metrics and self._decisive else None
+        self._stood.append(_Standing(self.state.global_step, decisive, best, attributes))
+
+    def _with_state(self) -> list[Any]:
+        """Callbacks that have a state which the library saves."""
+        from transformers.trainer_callback import ExportableState
+
+        return [one for one in self.handler.callbacks if isinstance(one, ExportableState)]
+
+    def _name_best(self) -> None:
+        if self.run_id is not None and self.state.best_global_step:
+            self.state.best_model_checkpoint = f"{self.run_id}@{self.state.best_global_step}"
+
+    # -- the best evaluation
 
     @property
     def _decisive(self) -> str | None:
@@ -291,20 +360,22 @@ class Bridge(Callback):
         """The rate from now on, where the library's schedule looks at evaluations and changes it after this one."""
         if (name := self._decisive) is None:
             return None
-        step = self.state.global_step
-        before = {at: value for at, value in self._decided.items() if at < step}  # an audit may take others back
-        self._decided = {**before, step: metrics[name]}
-        rate = rate_after(self.args, self._decided.values())
-        return None if rate == rate_after(self.args, before.values()) else rate
+        before = [stood.decisive for stood in self._stood if stood.decisive is not None]
+        rate = rate_after(self.args, [*before, metrics[name]])
+        return None if rate == rate_after(self.args, before) else rate
 
     def _write(self) -> None:
-        """What a resumed run reads: beside what a run keeps itself, the figures of compute_metrics. A full disk ends no run."""
-        if self.run_id is None and not self._notes.get("run"):
-            return
-        notes = {"run": self.run_id or self._notes["run"], "log_history": self.state.log_history}
+        """What a resumed run reads: beside what a run keeps itself, the figures of compute_metrics. A full disk ends no run.
+
+        Before a new run has an id, those of another run are removed: it is no longer the last of this output_dir.
+        """
         file = Path(self.args.output_dir) / NOTES
         try:
-            disk.write_whole(file, dumps(notes, indent=1).encode())
+            if self.run_id is not None:
+                notes = {"run": self.run_id, "log_history": self.state.log_history}
+                disk.write_whole(file, dumps(notes, indent=1).encode())
+            elif file.exists():
+                disk.remove(file)
         except OSError as error:
             self._trouble.tell(str(file), error)
         else:

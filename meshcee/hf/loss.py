@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch import nn
 from meshcee.errors import UsageError
 from meshcee.hf.library import transformers
 
-__all__ = ["Counting", "base_of", "counted", "divides", "loss_of", "weight_of"]
+__all__ = ["Counting", "base_of", "counted", "divides", "eval_loss", "loss_of", "losses_of", "weight_of"]
 
 IGNORED = -100
+KEPT_LOSS, KEPT = "kept_loss", "kept"  # metrics of a Job
 
 
 def base_of(model: Any) -> Any:
@@ -64,7 +65,9 @@ def counted(model: nn.Module, counting: Counting) -> nn.Module:
 
     def forward(self: nn.Module, *args: Any, **inputs: Any) -> Any:
         if inputs.get("labels") is not None:
-            inputs["num_items_in_batch"] = counting.items(inputs).clamp(min=1)  # of none: a loss of 0, not 0 / 0
+            items = counting.items(inputs)
+            # Of none: a step's loss of 0, and in an evaluation 0 / 0, as the library has it.
+            inputs["num_items_in_batch"] = items.clamp(min=1) if self.training else items
         return kind.forward(self, *args, **inputs)
 
     found = copy.copy(model)
@@ -81,6 +84,24 @@ def loss_of(output: Any, target: Any) -> torch.Tensor:
             "in TrainingArguments(label_names=...))"
         )
     return found
+
+
+def losses_of(filters: bool) -> dict[str, Callable[[Any, Any], float]]:
+    """Metrics of a Job, from which `eval_loss` follows. `filters`: micro-batches count nothing whose loss is no finite number."""
+
+    def keeps(output: Any, target: Any) -> bool:
+        return not filters or bool(loss_of(output, target).isfinite())
+
+    return {
+        KEPT_LOSS: lambda output, target: float(loss_of(output, target)) if keeps(output, target) else 0.0,
+        KEPT: lambda output, target: float(keeps(output, target)),
+    }
+
+
+def eval_loss(metrics: Mapping[str, Any]) -> Any:
+    """The mean loss over the samples that count, from what an evaluation has found. None where a report has no number."""
+    loss, share = metrics.get(KEPT_LOSS), metrics.get(KEPT)
+    return loss / share if share and loss is not None else metrics["loss"]
 
 
 def weight_of(target: Mapping[str, Any]) -> float:

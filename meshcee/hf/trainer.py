@@ -26,7 +26,7 @@ from meshcee.files import Home
 from meshcee.hf import arguments
 from meshcee.hf.events import Bridge, StepBridge, handler_of, read_notes, refuse_unheard, steers_steps
 from meshcee.hf.library import transformers
-from meshcee.hf.loss import Counting, base_of, counted, divides, loss_of, weight_of
+from meshcee.hf.loss import Counting, base_of, counted, divides, eval_loss, loss_of, losses_of, weight_of
 from meshcee.hf.samples import LOOKED_AT, Batches, Outputs, Samples, lengths_of
 from meshcee.job import Job
 from meshcee.run import join as joined
@@ -108,6 +108,9 @@ class Trainer:
             raise UsageError("train() needs train_dataset=...")
         if any(x is not None for x in others.values()):
             raise UsageError(f"train() does not take {', '.join(sorted(others))}: leave it out")
+        for one in (self.model, job.model):
+            if isinstance(one, nn.Module):
+                one.train()  # as the library does
         notes = read_notes(Path(self.args.output_dir))
         resume = _run_of(resume_from_checkpoint, notes, self.args.output_dir)
         if resume is None:
@@ -156,7 +159,9 @@ class Trainer:
         held_out = None if when == "no" else self._samples(self.eval_dataset, "eval_dataset")
         if held_out is not None:
             self._looked_at(held_out, batches)
-        measures = when != "no" and self.compute_metrics is not None and not args.prediction_loss_only
+        metrics: dict[str, Any] = {} if when == "no" else losses_of(args.logging_nan_inf_filter)
+        if metrics and self.compute_metrics is not None and not args.prediction_loss_only:
+            metrics[OUTPUTS] = Outputs(self._ignored(), self.preprocess_logits_for_metrics)
         return Job(
             name=args.run_name or Path(args.output_dir).name or "job",
             model=model,
@@ -176,7 +181,7 @@ class Trainer:
             eval_data=held_out,
             eval_every={"steps": int(state.eval_steps), "epoch": per_epoch}.get(when, 0),
             checkpoint_every={"steps": int(state.save_steps), "epoch": per_epoch}.get(args.save_strategy.value, 0),
-            metrics={OUTPUTS: Outputs(self._ignored(), self.preprocess_logits_for_metrics)} if measures else {},
+            metrics=metrics,
             **weighing,
         )
 
@@ -272,7 +277,7 @@ class Trainer:
             steps=1,
             seed=self.args.seed,
             precision="bf16" if self.args.bf16 else "fp32",
-            metrics={OUTPUTS: outputs} if collects else {},
+            metrics=losses_of(self.args.logging_nan_inf_filter) | ({OUTPUTS: outputs} if collects else {}),
         )
         if self.job is not None:  # what a user has replaced there
             job = replace(job, codec=self.job.codec, threads=self.job.threads, mix=self.job.mix)
@@ -281,7 +286,7 @@ class Trainer:
             async with joined(self._where[0], local=self._where[1]) as mesh:
                 return await mesh.evaluate(job)
 
-        return (run_blocking(main)["loss"], *outputs.collect())
+        return (eval_loss(run_blocking(main)), *outputs.collect())
 
     def _check_weights(self) -> None:
         """UsageError where the model has not the weights that a script means: they are with the peers, or in a run's folder."""

@@ -188,7 +188,7 @@ class Owner:
             answers = await self._order.get()
             assert answers is not None
             await self._until(answers.complete)
-            metrics.update(averaged(feed, answers))
+            metrics.update(averaged(self._job, feed, answers))
             await self._collect()
 
         await self._run(feed, body, hear_outputs)
@@ -555,7 +555,7 @@ class Owner:
             del self._answers[answers.round.number]
             if answers.round.forward_only:
                 assert held is not None
-                await self._tell(feed, report, replace(held, metrics=averaged(feed, answers)))
+                await self._tell(feed, report, replace(held, metrics=averaged(self._job, feed, answers)))
                 waited = feed.steering.listeners.waits != "never"  # then the next step has not begun before
                 last_s = time.perf_counter() if waited else max(last_s, answers.completed_s)
                 continue

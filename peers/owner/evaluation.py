@@ -124,15 +124,16 @@ def _is_of(samples: int, tensor: Any, said: Value) -> bool:
     return right and all(n == d.scale * samples for n, d in zip(tensor.shape, said.shape) if isinstance(d, Batch))
 
 
-def averaged(feed: Feed, answers: Answers) -> dict[str, float]:
-    """Each metric averaged over the evaluation's samples; "loss" is always there."""
+def averaged(job: Job, feed: Feed, answers: Answers) -> dict[str, float]:
+    """Each metric averaged over the evaluation's samples; "loss" is always there, and of sums too the mean per sample."""
+    summed = {"loss"} - {*job.metrics} if job.reduction == "sum" else set()
     totals: dict[str, float] = {}
     count = 0
     for micro in range(answers.round.num_micro):
         size = feed.size(answers.round, micro)
         count += size
         for name, value in answers.outputs[micro].items():
-            totals[name] = totals.get(name, 0.0) + value * size
+            totals[name] = totals.get(name, 0.0) + (value if name in summed else value * size)
     return {name: value / count for name, value in totals.items()}
 
 

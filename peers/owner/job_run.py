@@ -254,6 +254,7 @@ class Training:
         reports = run.reports()
         for line in reports:
             self._numbers.losses[line["step"]] = math.nan if line["loss"] is None else line["loss"]
+        self._steering.control.id = run.id
         self._key, self._last = about.key or self._key, about.incarnation
         told = next(s for s in itertools.count(begins) if s not in self._numbers.losses)
         self._noted = [] if step else noted(run.folder, self._key, begins, told)
@@ -499,6 +500,7 @@ class Training:
         if self._diary is not None:
             self._diary.take_back(told)
         self._steering.control.take_back(step)
+        self._steering.listeners.take_back(step)
         self.copies.forget_after(step)
         if self._store is not None:
             await asyncio.to_thread(self._store.take_back, step)
@@ -660,7 +662,8 @@ class Training:
                 self._diary.begin(name=self._job.name, **info)
             else:
                 self._diary.note(**info)
-            self.result.run, self._ledger.run, self._ledger.folder = run.id, self._key, run.folder
+            self.result.run = self._steering.control.id = run.id
+            self._ledger.run, self._ledger.folder = self._key, run.folder
             folder, devices, rely = run.checkpoints, sorted(self._numbers.kinds), self._diary.sync
             self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store, rely)
             self._store.spares, self._store.place = self._steering.control.spares, self._steering.source.state

@@ -202,6 +202,24 @@ def test_each_checkpoint_is_told_of_once_and_in_order_if_it_is_still_there(tmp_p
     assert listeners.saved(made) is None
 
 
+def test_a_checkpoint_whose_step_was_taken_back_is_told_of_again(tmp_path: Path) -> None:
+    """A user's copy of it would be of the steps that a member has lied in."""
+    heard = list[int]()
+
+    class Hears(Callback):
+        def on_checkpoint(self, run: Control, steps: int, folder: Path) -> None:
+            heard.append(steps)
+
+    listeners = Listeners([Hears()], Control())
+    for back in (30, 40):  # the second time the state after 40 steps stays as it was
+        tell = listeners.saved([(20, tmp_path), (40, tmp_path)])
+        assert tell is not None
+        tell()
+        listeners.take_back(back)
+    assert heard == [20, 40, 40]
+    assert listeners.saved([(20, tmp_path), (40, tmp_path)]) is None
+
+
 def test_a_checkpoint_that_two_epochs_have_made_is_told_of_once(tmp_path: Path) -> None:
     """One epoch was over while its thread completed it, and the next one began before it."""
     heard = list[int]()

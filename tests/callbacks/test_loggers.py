@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -104,16 +105,42 @@ def test_csv_has_a_line_for_each_step(tmp_path: Path, resumed: int) -> None:
     file = tmp_path / "run.csv"
     file.write_text("step,loss\n0,2.5\n1,2.0\n2,1.")  # as an owner that was killed leaves it
     log(called([f"csv:{file}"]), resumed=resumed)
-    with file.open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
+    rows = rows_of(file)
     assert [row["step"] for row in rows] == ["0", "1", "2"]
     figures = ["loss", "lr", "norm", "samples_per_s", "tokens_per_s", "step_s", "bound_share", "crossed_bytes"]
     assert list(rows[0]) == ["step", *figures, "eval/loss", "eval/accuracy"]
     assert [{k: float(v) for k, v in row.items() if v and k != "step"} for row in rows[:2]] == [FIRST, SECOND]
 
 
+def rows_of(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def test_csv_of_a_run_that_goes_on_has_the_metrics_that_its_job_had_before(tmp_path: Path) -> None:
+    listeners = Listeners(called([f"csv:{tmp_path / 'run.csv'}"]), Control("tune"))
+    elsewhere(listeners.event("on_resume", [report.to_json() for report in REPORTS[:2]]))
+    elsewhere(listeners.step(REPORTS[2]))
+    rows = rows_of(tmp_path / "run.csv")
+    assert [row["eval/accuracy"] for row in rows] == ["", "0.5", ""]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_csv_has_a_line_for_each_step_that_an_audit_takes_back(tmp_path: Path, full: bool) -> None:
+    """As it was told last; also where the disk has refused rows until then."""
+    small, file = RefusingDisk(tmp_path), tmp_path / "run.csv"
+    listeners = Listeners(called([f"csv:{file}"]), Control("tune", metrics=("loss", "accuracy")))
+    with disk.using(small):
+        elsewhere(listeners.plan(None))
+        for step, loss in ((0, 2.5), (1, 9.0), (2, 9.5), (1, 2.0), (2, 1.5)):
+            small.error = errno.ENOSPC if full and loss != 2.5 and step == 1 else None
+            elsewhere(listeners.step(replace(REPORTS[0], step=step, loss=loss)))
+        elsewhere(listeners.end(None, None))
+    assert [(row["step"], row["loss"]) for row in rows_of(file)] == [("0", "2.5"), ("1", "2.0"), ("2", "1.5")]
+
+
 @pytest.mark.parametrize("mended", [False, True])
-def test_rows_of_csv_wait_for_a_disk_that_is_full(tmp_path: Path, mended: bool) -> None:
+def test_rows_of_csv_wait_for_a_smallthat_is_full(tmp_path: Path, mended: bool) -> None:
     full, file = RefusingDisk(tmp_path), tmp_path / "run.csv"
     listeners = Listeners(called([f"csv:{file}"]), Control("tune", metrics=("loss", "accuracy")))
     with disk.using(full), capture_logs() as logged:
@@ -133,7 +160,7 @@ def test_rows_of_csv_wait_for_a_disk_that_is_full(tmp_path: Path, mended: bool) 
     assert "bytes are needed" in logged[0]["disk"]
 
 
-def test_a_csv_file_that_no_disk_takes_is_told_of_before_the_first_step(tmp_path: Path) -> None:
+def test_a_csv_file_that_no_smalltakes_is_told_of_before_the_first_step(tmp_path: Path) -> None:
     listeners = Listeners(called([f"csv:{tmp_path / 'run.csv'}"]), Control("tune"))
     begins = listeners.plan(None)
     assert begins is not None
@@ -214,6 +241,16 @@ def test_tensorboard_hides_what_a_dead_owner_wrote_beyond_the_state(monkeypatch:
     assert made[0] == ("SummaryWriter", "there", ("purge_step", 2))
     assert ("add_scalar", "loss", 1.5, 2) in made
     assert made[-1] == ("close",)
+    made.clear()
+    listeners = Listeners(called(["tensorboard:there"]), Control("tune"))
+    elsewhere(listeners.plan(None))
+    for report in (*REPORTS[:2], REPORTS[0]):  # an audit takes both back
+        elsewhere(listeners.step(report))
+    assert [call for call in made if call[0] != "add_scalar"] == [
+        ("SummaryWriter", "there", ("purge_step", None)),
+        ("close",),
+        ("SummaryWriter", "there", ("purge_step", 0)),
+    ]
 
 
 @pytest.mark.parametrize("name", ["tensorboard:there", "wandb", "mlflow", "trackio:mine"])

@@ -69,6 +69,7 @@ class Story:
         kind = StepBridge if steers_steps(callbacks) else Bridge
         self.bridge = kind(args, handler, self.state, per_epoch, **more)
         self.control = Control(metrics=("loss",), saves=True)
+        self.run: str | None = None  # which has a folder before the first step
         self.listeners = Listeners([self.bridge], self.control)
 
     def call(self, call: Any) -> None:
@@ -76,6 +77,7 @@ class Story:
         call()
 
     def step(self, step: int, loss: float | None = None) -> None:
+        self.control.id = self.run
         self.control.begin(step)
         self.call(self.listeners.step(report(step, loss, self.state.max_steps)))
 
@@ -170,6 +172,35 @@ def test_stopping_ends_the_run(tmp_path: Path) -> None:
     assert not story.control.is_stopping
     story.step(1)
     assert story.control.is_stopping
+
+
+def test_an_epoch_that_is_left_is_over(tmp_path: Path) -> None:
+    """Whoever stops the run. As in the library, logs of epochs are written; what is no whole epoch is not evaluated."""
+    hears = Hears(2, should_training_stop=True)
+    args = quiet(tmp_path, logging_strategy="epoch", eval_strategy="epoch", save_strategy="epoch")
+    story = Story(args, hears, steps=9, per_epoch=3)
+    story.call(story.listeners.plan(None))
+    story.step(0)
+    story.step(1)
+    assert story.control.is_stopping
+    story.call(story.listeners.end(None, None))
+    story.bridge.end()
+    log = ("log", 2, "grad_norm", "learning_rate", "loss")
+    assert hears.heard[-3:] == [("epoch_end", 2), log, ("train_end", 2)]
+    assert story.state.log_history[-1]["loss"] == 3.5
+    assert not story.control.evaluates_after(2)
+    assert not story.control.saves_before(2)
+
+
+@pytest.mark.parametrize("error", [None, "lost"])
+def test_an_epoch_ends_once_and_none_ends_with_an_error(error: str | None, tmp_path: Path) -> None:
+    hears = Hears()
+    story = Story(quiet(tmp_path), hears, per_epoch=3)
+    story.call(story.listeners.plan(None))
+    for step in range(4 if error is None else 2):
+        story.step(step)
+    story.call(story.listeners.end(None, error))
+    assert [one[0] for one in hears.heard].count("epoch_end") == (2 if error is None else 0)
 
 
 def test_what_is_wanted_beyond_the_schedule_is_asked_for(tmp_path: Path) -> None:
@@ -327,6 +358,50 @@ def test_evaluations_that_are_taken_back_count_once(tmp_path: Path) -> None:
     assert rate(story, 2) == 0.5
     story.step(2, 0.45)
     assert rate(story, 3) == 0.5 * 0.3
+    assert (story.state.best_metric, story.state.best_global_step) == (0.4, 2)
+
+
+@pytest.mark.parametrize("resumed", [0, 1])
+def test_after_an_audit_all_is_as_if_the_liar_had_never_been_there(resumed: int, tmp_path: Path) -> None:
+    """The best state, the log, the patience, the notes; also where an evaluation was asked for that does not come again."""
+    args = best(tmp_path, logging_steps=2)
+
+    def told(*steps: tuple[int, float | None]) -> tuple[Story, Any]:
+        stopping = transformers.EarlyStoppingCallback(early_stopping_patience=2)
+        story = Story(args, stopping, steps=9, per_epoch=3)
+        story.run = story.control.id = "a-run"
+        if resumed:
+            story.call(story.listeners.event("on_resume", [report(*steps[0]).to_json()]))
+        story.call(story.listeners.plan(None))
+        last = 0
+        for step, loss in steps[resumed:]:
+            if step <= last:
+                story.control.take_back(step)
+            story.step(last := step, loss)
+        return story, stopping
+
+    truth = [(0, 0.5), (1, 0.6), (2, None), (3, 0.55)]
+    liar = [(0, 0.5), (1, 0.1), (2, 0.2), (3, 0.3), (1, 0.6), (2, None), (3, 0.55)]
+    (expected, patience), (found, others) = told(*truth), told(*liar)
+    for name in ("log_history", "best_metric", "best_global_step", "best_model_checkpoint", "global_step"):
+        assert getattr(found.state, name) == getattr(expected.state, name), name
+    assert (found.state.best_metric, found.state.best_global_step) == (0.5, 1)
+    assert others.early_stopping_patience_counter == patience.early_stopping_patience_counter == 2
+    assert found.control.is_stopping
+    assert read_notes(Path(args.output_dir))["log_history"] == found.state.log_history
+
+
+def test_a_liars_evaluations_stop_no_run(tmp_path: Path) -> None:
+    stopping = transformers.EarlyStoppingCallback(early_stopping_patience=2)
+    story = Story(best(tmp_path), stopping, steps=9, per_epoch=3)
+    story.call(story.listeners.plan(None))
+    for step, loss in enumerate([0.5, 0.6, 0.7]):
+        story.step(step, loss)
+    assert story.control.is_stopping
+    story.control.take_back(1)
+    story.step(1, 0.4)
+    assert not story.control.is_stopping
+    assert (story.state.best_metric, story.state.best_global_step) == (0.4, 2)
 
 
 def test_a_run_that_goes_on_looks_at_the_evaluations_before(tmp_path: Path) -> None:
@@ -346,6 +421,7 @@ def test_a_run_that_goes_on_looks_at_the_evaluations_before(tmp_path: Path) -> N
 def told(args: Any, upto: int, **more: Any) -> tuple[Story, Any]:
     stopping = transformers.EarlyStoppingCallback(early_stopping_patience=3)
     story = Story(args, stopping, steps=6, per_epoch=3, **more)
+    story.run = "a-run"
     story.call(story.listeners.plan(None))
     for step, loss in enumerate([0.5, 0.25, 0.5, 0.6, 0.2][:upto]):
         story.step(step, loss)
@@ -364,6 +440,7 @@ def test_a_run_that_goes_on_has_the_log_and_the_states_of_one_that_never_ended(t
     second = Story(
         args, transformers.EarlyStoppingCallback(early_stopping_patience=3), steps=6, per_epoch=3, notes=written
     )
+    second.run = second.control.id = "a-run"
     second.call(second.listeners.event("on_resume", lines))
     for name in ("log_history", "best_metric", "best_global_step", "global_step", "epoch"):
         assert getattr(second.state, name) == getattr(first.state, name), name
@@ -379,6 +456,30 @@ def test_a_run_that_goes_on_has_the_log_and_the_states_of_one_that_never_ended(t
     second.step(5, 0.3)
     first.step(5, 0.3)
     assert second.state.log_history == first.state.log_history
+
+
+def test_output_dir_names_the_run_that_began_last_though_it_never_saves(tmp_path: Path) -> None:
+    """Its owner dies before the first checkpoint: train(resume_from_checkpoint=True) went on with the run before it."""
+    args = best(tmp_path)
+    folder = Path(args.output_dir)
+    told(args, 1)
+    assert read_notes(folder)["run"] == "a-run"
+    story = Story(best(tmp_path))
+    story.run = "another"
+    story.call(story.listeners.plan(None))
+    assert read_notes(folder) == {}, "it has no folder yet"
+    story.step(0)
+    assert read_notes(folder)["run"] == "another"
+
+
+def test_a_run_that_goes_on_by_its_name_is_the_last_of_output_dir(tmp_path: Path) -> None:
+    args = best(tmp_path)
+    told(args, 1)
+    story = Story(args)
+    story.control.id = "by-name"
+    story.call(story.listeners.event("on_resume", [report(0, 0.5).to_json()]))
+    story.call(story.listeners.plan(None))
+    assert read_notes(Path(args.output_dir))["run"] == "by-name"
 
 
 def test_a_full_disk_at_output_dir_ends_no_run(tmp_path: Path) -> None:

@@ -288,6 +288,54 @@ def test_a_run_of_this_output_dir_that_is_unfinished_is_told_of_where_another_be
     assert told == [[run.id], []]
 
 
+def token_classifier() -> Any:
+    """Its loss is a mean whatever number it is given, and 0 / 0 of no label."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return transformers.BertForTokenClassification(transformers.BertConfig(vocab_size=WORDS, num_labels=WORDS, **sizes))
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("filters", [True, False])
+@pytest.mark.parametrize("make", [llama, token_classifier])
+def test_a_micro_batch_without_labels_counts_in_an_evaluation_as_in_the_library(
+    make: Any, filters: bool, tmp_path: Path
+) -> None:
+    """While a run trains and afterwards: it is left out, or with the filter off there is no number."""
+    keys = ("input_ids", "attention_mask", "labels")
+    held_out = [{key: text[key] for key in keys} for text in texts(5)]
+    assert held_out[3]["labels"] == [-100] * 12
+    sizes = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1, "gradient_accumulation_steps": 2}
+    rates = {"learning_rate": 0.0, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no"}
+    args = arguments(tmp_path, logging_nan_inf_filter=filters, **sizes, **rates)
+    model = make()
+    data = [row for row in held_out if row["labels"] != [-100] * 12]
+    theirs = transformers.Trainer(copy.deepcopy(model), args, eval_dataset=held_out).evaluate()["eval_loss"]
+    trainer = Trainer(model, args, train_dataset=data, eval_dataset=held_out, local=1)
+    trainer.train()
+    found = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    found.append(trainer.evaluate()["eval_loss"])
+    assert np.isnan(theirs) != filters
+    assert found == pytest.approx([theirs] * 2, rel=1e-6, nan_ok=True)
+
+
+def test_a_model_in_eval_mode_is_trained_with_its_dropout(tmp_path: Path) -> None:
+    """As the library's train() calls model.train(); scripts leave the mode that generate() or an evaluation wants."""
+    peft = pytest.importorskip("peft", reason="the hf extra is not installed")
+    found = []
+    for sleeps in (False, True):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5, task_type="CAUSAL_LM")
+        model = peft.get_peft_model(llama(1), config)
+        trainer = Trainer(model, arguments(tmp_path, max_steps=2), train_dataset=texts(8), local=1)
+        if sleeps:
+            trainer.model.eval()
+        trainer.train()
+        found.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
+
+
 # -- what is refused, before anything runs -------------------------------------------------------------------------
 
 

@@ -139,6 +139,7 @@ def evaluate(job: Job, model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
             x, y = paired(model, samples)
             output = call(model, mapped(x, halved) if job.precision == "bf16" else x)
             found = {"loss": job.loss(output, y).item()} | {n: metric(output, y) for n, metric in job.metrics.items()}
+            found["loss"] /= len(samples) if job.reduction == "sum" else 1
             sums = {n: sums.get(n, 0.0) + value * len(samples) for n, value in found.items()}
         for name, p in live.items():
             p.data = before[name]

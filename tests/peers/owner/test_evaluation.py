@@ -78,6 +78,23 @@ async def test_a_trained_state_is_evaluated_as_the_eager_model_would_be(stages: 
     assert again == before  # evaluating, and training in between, has changed nothing of the job's own model
 
 
+@pytest.mark.parametrize("micro", [2, 4, 5])
+async def test_a_summed_loss_is_evaluated_as_the_mean_per_sample(micro: int) -> None:
+    """In micro-batches of any size, the last of them smaller."""
+
+    def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(output, target, reduction="sum")
+
+    job = make_job(loss=summed, reduction="sum", micro_batch_size=micro, batch_size=2 * micro)
+    data = Pairs(10)
+    async with meshcee.join(local=1) as mesh:
+        found = await mesh.evaluate(job, data, stages=1)
+    assert isinstance(job.model, torch.nn.Module)
+    output = torch.cat(eager(job.model, data, micro))
+    target = torch.tensor([data[i][1] for i in range(10)])
+    assert found["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(output, target)), rel=1e-6)
+
+
 class Noise(torch.nn.Module):
     """Nothing in training."""
 
