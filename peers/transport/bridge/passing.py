@@ -1,7 +1,7 @@
 """The side with the network: streams of the transport are passed on to the other process, frame by frame.
 
 The idea: what crosses is what both ends would say anyway. This side reads frames as any peer does, with every check that they have,
-and knows nothing of what they mean. It holds at most one frame of each direction.
+and knows nothing of what they mean. Of each direction of a stream it holds at most a window (`window_bytes`) and one frame.
 """
 
 from __future__ import annotations
