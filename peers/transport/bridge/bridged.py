@@ -29,7 +29,10 @@ class _Stream(FramedStream):
     number = 0
     channel: Channel | None = None
     under_way_bytes: int | None = None
-    seen: tuple[tuple[float, float], ...] = ((0, 0.0), (0, 0.0))  # out and in: bytes that were told of, and their seconds
+    seen: tuple[tuple[float, float], ...] = (
+        (0, 0.0),
+        (0, 0.0),
+    )  # out and in: bytes that were told of, and their seconds
     carried_bytes = (0, 0)  # sent and received, when rates were last told of
 
     def _ask(self, message: Allow | Throttle) -> None:
