@@ -609,16 +609,15 @@ def _overlay(exported: Exported, train: Program) -> Program:
                 blocks = holds.setdefault(train.inputs[r].name, [])
                 if not blocks or blocks[-1] != node.block:
                     blocks.append(node.block)
-    own, nodes, outputs, analysis = settled(exported)
+    written = {x.name for x in train.inputs if x.mutated}
+    changed = written | {x.name for x in train.inputs if x.trainable}
+    own, nodes, outputs, analysis = settled(exported, changed)
     for number, position in analysis.written.items():
         if own[number].mutated:
             raise CaptureError(
                 f"model.eval() changes {own[number].name!r}{nodes[position].at}, and training would go on with that; change it "
                 "only `if self.training`, or leave out eval_data"
             )
-    # What training writes is up to date only in the stages that hold it there.
-    written = {x.name for x in train.inputs if x.mutated}
-    changed = written | {x.name for x in train.inputs if x.trainable}
     recomputed = find_recomputed([dataclasses.replace(x, mutated=x.name in written) for x in own], nodes, analysis)
     current, base = 0, len(own)
     placed = []
@@ -629,7 +628,7 @@ def _overlay(exported: Exported, train: Program) -> Program:
                 current = next((b for b in holds.get(name, ()) if b >= current), train.num_blocks)
                 if current == train.num_blocks:
                     raise _misplaced(name, node, name in holds)
-            for name in changed.intersection(held):
+            for name in changed.intersection(held):  # up to date only in the stages that hold it
                 if current not in holds[name]:
                     raise _misplaced(name, node, True)
         # As in training: it says which activations a codec may touch. Nothing is differentiated in an evaluation.

@@ -298,4 +298,4 @@ class Endpoint(ABC):
     async def _leave(self, stream: FramedStream) -> None:
         """A stream on which hands were shaken for another."""
         await stream.aclose()
-        self.streams.discard(stream)
+        self._forget(stream)

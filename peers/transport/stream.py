@@ -200,9 +200,13 @@ class FramedStream(asyncio.BufferedProtocol):
             self._senders -= 1
 
     def _ready(self, large: bool) -> bool:
-        """Whether a frame may go now: there is credit, the transport has room, and no stranger's limit is in force there."""
+        """Whether a frame may go now: there is credit, the transport has room, and no stranger's limit is in force there.
+
+        A hello may cost more than the first window. The proof behind it goes all the same, as credit comes only after that.
+        """
         window = self.outgoing
-        return not self._paused and window.available > 0 and (window.accepted or not large) and not self._over
+        least = 0 if window.accepted else -frame_cost(HELLO_BYTES, 0)
+        return not self._paused and window.available > least and (window.accepted or not large) and not self._over
 
     async def _may_send(self, large: bool) -> None:
         """Wait until `_ready`; only the holder of the lock waits. StreamClosed when the stream is over."""

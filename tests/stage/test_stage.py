@@ -320,6 +320,41 @@ def test_evaluation_between_steps_equals_eager_and_changes_nothing() -> None:
     assert_equal(chain, [], dataclasses.replace(reference(job, steps=2), losses=[]))
 
 
+class Shown(nn.Module):
+    """Its output has weights in it: one as it is, and views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        weight = self.first.weight
+        views = weight.t(), weight[0].expand(2, 4)
+        out = self.last(self.first(x).relu())
+        return out, weight, *views, self.last.bias, self.last.bias.view(2, 2)
+
+
+def of_first(output: tuple[torch.Tensor, ...], y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(output[0], y)
+
+
+def test_weights_in_an_output_are_those_of_its_step_and_stay_so_while_it_waits() -> None:
+    g = torch.Generator().manual_seed(3)
+    data = [(torch.randn(4, generator=g), torch.randn(4, generator=g)) for _ in range(8)]
+    sgd, model = Optimizer("SGD", lr=0.1), Shown()
+    job = Job(model, of_first, data, sgd, batch_size=4, steps=3, eval_data=data, eval_every=1, cuts=("first",))
+    chain = Chain(job, capture(job), 2)
+    x, y = stack(data)
+    eager = copy.deepcopy(model)
+    for step in range(job.steps):
+        eager.load_state_dict(chain.state())
+        with torch.no_grad():
+            want = [tensor.clone() for tensor in eager.eval()(x)]
+        _, got = chain.evaluate((x, y))
+        chain.run_step(step)
+        assert [torch.equal(a, b) for a, b in zip(got, want, strict=True)] == [True] * 6
+
+
 def test_a_rolled_back_step_leaves_no_trace() -> None:
     job = zoo.make("cnn")
     chain = Chain(job, captured("cnn"), 2)

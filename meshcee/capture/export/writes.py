@@ -19,8 +19,11 @@ from meshcee.errors import CaptureError
 __all__ = ["is_copy", "refuse_overlaps", "settled"]
 
 
-def settled(exported: Exported) -> tuple[list[Input], list[Node], list[int], Analysis]:
-    """Inputs, nodes and outputs of the same computation, in which only buffers are written; and its analysis."""
+def settled(exported: Exported, changed: Set[str] = frozenset()) -> tuple[list[Input], list[Node], list[int], Analysis]:
+    """Inputs, nodes and outputs of the same computation, in which only buffers are written; and its analysis.
+
+    No output shares memory with the parameters and buffers of the names `changed`.
+    """
     inputs, nodes, outputs = list(exported.inputs), list(exported.nodes), list(exported.outputs)
     analysis = analyse(inputs, nodes)
     samples = [n for n in analysis.written if inputs[n].kind == "raw"]
@@ -41,6 +44,10 @@ def settled(exported: Exported) -> tuple[list[Input], list[Node], list[int], Ana
                 "to be kept in a module of the model; a loss that keeps buffers must be a part of the model, too"
             )
         inputs[number] = dataclasses.replace(entry, mutated=True)
+    groups = {analysis.group[n] for n, entry in enumerate(inputs) if entry.name in changed}
+    if shared := [number for number in dict.fromkeys(outputs) if analysis.group[number] in groups]:
+        nodes, outputs = _cloned(inputs, nodes, outputs, analysis, shared)
+        analysis = analyse(inputs, nodes)
     return inputs, nodes, outputs, analysis
 
 
@@ -91,17 +98,51 @@ def _copied(
     base, clone = len(inputs), find_operator("aten.clone.default")
     copies = {number: base + i for i, number in enumerate(numbers)}
 
-    def moved(argument: Any) -> Any:
-        if isinstance(argument, Ref):
-            own = argument.index
-            return Ref(copies.get(own, own + len(numbers) if own >= base else own))
-        if isinstance(argument, list | tuple):
-            return type(argument)(moved(a) for a in argument)
-        return argument
-
+    places = {n: copies.get(n, n + len(numbers) if n >= base else n) for n in range(base + len(nodes))}
     made = [Node(clone, (Ref(n),), {}, inputs[n].value) for n in numbers]
     for node in nodes:
-        kwargs = {k: moved(v) for k, v in node.kwargs.items()}
-        made.append(dataclasses.replace(node, args=moved(node.args), kwargs=kwargs))
-    named = [dataclasses.replace(n, value=dataclasses.replace(n.value, name=f"n{i}")) for i, n in enumerate(made)]
-    return named, [moved(Ref(o)).index for o in outputs]
+        kwargs = {k: _moved(v, places) for k, v in node.kwargs.items()}
+        made.append(dataclasses.replace(node, args=_moved(node.args, places), kwargs=kwargs))
+    return _named(made), [places[o] for o in outputs]
+
+
+def _cloned(
+    inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[int], analysis: Analysis, shared: Sequence[int]
+) -> tuple[list[Node], list[int]]:
+    """The nodes, with clones of the shared values, and the outputs, which are the clones.
+
+    Training changes that memory while an output waits to be sent. And a stage that only returns a parameter holds the values that
+    it was given first: so its clone stands behind the last node that uses it, in a stage that trains it.
+    """
+    base = len(inputs)
+    behind: dict[int, list[int]] = {}  # position of a node -> values whose clones go behind it; -1 is the start
+    for number in shared:
+        users = analysis.users[number] if number < base else [number - base]
+        behind.setdefault(max(users, default=len(nodes) - 1), []).append(number)
+    places = {n: n for n in range(base)}
+    clones: dict[int, int] = {}
+    made: list[Node] = []
+    for position in range(-1, len(nodes)):
+        if position >= 0:
+            node = nodes[position]
+            places[base + position] = base + len(made)
+            kwargs = {k: _moved(v, places) for k, v in node.kwargs.items()}
+            made.append(dataclasses.replace(node, args=_moved(node.args, places), kwargs=kwargs))
+        for number in behind.get(position, ()):
+            value = inputs[number].value if number < base else nodes[number - base].value
+            clones[number] = base + len(made)
+            made.append(Node(find_operator("aten.clone.default"), (Ref(places[number]),), {}, value))
+    return _named(made), [clones.get(o, places[o]) for o in outputs]
+
+
+def _named(nodes: Sequence[Node]) -> list[Node]:
+    return [dataclasses.replace(n, value=dataclasses.replace(n.value, name=f"n{i}")) for i, n in enumerate(nodes)]
+
+
+def _moved(argument: Any, places: Mapping[int, int]) -> Any:
+    """An argument that refers to the new numbers of values."""
+    if isinstance(argument, Ref):
+        return Ref(places[argument.index])
+    if isinstance(argument, list | tuple):
+        return type(argument)(_moved(a, places) for a in argument)
+    return argument

@@ -57,8 +57,9 @@ __all__ = ["DeviceProcess"]
 
 log = structlog.get_logger()
 
-SERVES = ("job", "stage", "inputs", "copies", "profile")
-OPENS = ("stage", "copies")
+# Purpose -> the payload bytes of a first frame: what each handler allows as its first act. That of a job depends on the limits.
+SERVES = {"stage": 0, "inputs": 0, "copies": 2 << 20, "profile": 1 << 20}
+OPENS = {"stage": 0, "copies": 0}  # who opens says at once what it takes, and only then asks
 ASK_S = 0.5  # between two questions whether it is there
 STILL_S = 1.5  # without an answer, in which it neither runs nor waits for a core: it is stopped, or waits for itself
 MOST_TEXT = 2000
@@ -219,7 +220,7 @@ class DeviceProcess:
         passing = self._passing = Passing(
             transport,
             child.channel,
-            serves=SERVES,
+            serves={"job": 3 * self._begin.limits.graph_bytes, **SERVES},
             opens=OPENS,
             addresses=self._asked.addresses,
             limits=self._begin.limits,

@@ -28,8 +28,12 @@ class _Stream(FramedStream):
 
     number = 0
     channel: Channel | None = None
-    newest: Rates | None = None
     under_way_bytes: int | None = None
+    seen: tuple[tuple[float, float], ...] = (
+        (0, 0.0),
+        (0, 0.0),
+    )  # out and in: bytes that were told of, and their seconds
+    carried_bytes = (0, 0)  # sent and received, when rates were last told of
 
     def _ask(self, message: Allow | Throttle) -> None:
         if self.channel is not None and not self.closed:
@@ -48,8 +52,22 @@ class _Stream(FramedStream):
         self._ask(Throttle(self.number, None if math.isinf(bytes_per_s) else bytes_per_s))
 
     def rates(self) -> tuple[float | None, float | None]:
-        newest, self.newest = self.newest, None
-        return (newest.out, newest.into) if newest is not None else (None, None)
+        """Over all that was told of since the last call, by bytes."""
+        out, into = (size / seconds if seconds else None for size, seconds in self.seen)
+        self.seen = _Stream.seen
+        return out, into
+
+    def hear(self, rates: Rates) -> None:
+        """The rates of another while, in which so much has gone as this end has carried since."""
+        carried = self.sent_bytes, self.received_bytes
+        self.seen = tuple(
+            (size + more, seconds + more / speed) if speed else (size, seconds)
+            for (size, seconds), speed, more in (
+                (self.seen[0], rates.out, max(1, carried[0] - self.carried_bytes[0])),
+                (self.seen[1], rates.into, max(1, carried[1] - self.carried_bytes[1])),
+            )
+        )
+        self.carried_bytes, self.under_way_bytes = carried, rates.under_way
 
     def under_way(self) -> int | None:
         return self.under_way_bytes
@@ -150,7 +168,7 @@ class Bridged:
                     error = NotPermittedError if message.error == NotPermittedError.__name__ else JoinError
                     coming.set_exception(error(message.text))
             case Rates() if (stream := self._streams.get(message.stream)) is not None:
-                stream.newest, stream.under_way_bytes = message, message.under_way
+                stream.hear(message)
 
     def _come(self, message: Comes, end: socket.socket) -> None:
         handler = self._handlers.get(message.purpose)

@@ -1,7 +1,7 @@
 """The side with the network: streams of the transport are passed on to the other process, frame by frame.
 
 The idea: what crosses is what both ends would say anyway. This side reads frames as any peer does, with every check that they have,
-and knows nothing of what they mean. It holds at most one frame of each direction.
+and knows nothing of what they mean. Of each direction of a stream it holds at most a window (`window_bytes`) and one frame.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,7 @@ class _Local(FramedStream):
 class Passing:
     """Streams of `transport` that come for `serves` go over; the other process may open those of `opens`.
 
+    Both map a purpose to the most payload bytes of a frame until the other process has said how many it takes.
     `addresses` gives hints where a peer listens, or raises JoinError. `run` lasts as long as the other process. When that ends,
     `farewell` has the last word on each stream that had come.
     """
@@ -56,8 +57,8 @@ class Passing:
         transport: Transport,
         channel: Channel,
         *,
-        serves: Sequence[str],
-        opens: Container[str],
+        serves: Mapping[str, int],
+        opens: Mapping[str, int],
         addresses: Callable[[str], Awaitable[Sequence[str]]],
         limits: Limits,
         timeouts: Timeouts,
@@ -74,12 +75,12 @@ class Passing:
         self._number = 0
         self._opening: set[int] = set()
         self._is_over = asyncio.Event()  # the other process has gone, or talks nonsense
-        for purpose in serves:
-            self.serve(purpose)
+        for purpose, first_bytes in serves.items():
+            self.serve(purpose, first_bytes)
 
-    def serve(self, purpose: str) -> None:
-        """Streams that come for this purpose go over."""
-        self._transport.serve(purpose, self._come)
+    def serve(self, purpose: str, first_bytes: int) -> None:
+        """Streams that come for this purpose go over, with this first limit."""
+        self._transport.serve(purpose, partial(self._come, first_bytes))
 
     async def run(self, other: Callable[[Any, int], None] | None = None) -> None:
         """Take the other process's messages; `other` gets those that have nothing to do with streams.
@@ -129,7 +130,8 @@ class Passing:
             self._channel.post(Comes(stream=self._number, peer=peer, purpose=purpose), theirs.detach())
         return stream
 
-    async def _come(self, stream: Stream) -> None:
+    async def _come(self, first_bytes: int, stream: Stream) -> None:
+        stream.max_payload_bytes = first_bytes
         if self._group is None:
             raise StreamClosed("this peer's device is not there at the moment")
         self._number += 1
@@ -140,6 +142,7 @@ class Passing:
             if asked.purpose not in self._opens or asked.stream >= 0 or asked.stream in self._passed:
                 raise NotPermittedError(f"a stream of purpose {asked.purpose!r} may not be opened from there")
             stream = await self._transport.open(asked.peer, asked.purpose, await self._addresses(asked.peer))
+            stream.max_payload_bytes = self._opens[asked.purpose]
         except (MeshceeError, StreamClosed) as error:
             self._fail(asked, error)
             return

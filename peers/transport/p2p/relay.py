@@ -44,7 +44,9 @@ RELAY, RELAYED = "relay", "relayed"  # the purposes of the two carriers
 FORGET_S = 300.0  # until a peer that could not be dialled is dialled again
 MOST_RELAYED = 64  # streams that one peer passes on at once
 MOST_OF_ONE = 32  # of them, for one dialer
-MOST_ASKED = 2  # relays, one after the other
+MOST_ASKED = 2  # relays that have tried, one after the other
+MOST_TRIED = 8  # of all that may be relays
+NO_MORE = "it passes on no more streams"
 RECORD_BYTES = 128 * 1024
 WINDOW_BYTES = 4 << 20  # that may wait at a relay, of a stream and direction
 KEY_BYTES, _TAG_BYTES = 32, 16
@@ -78,6 +80,10 @@ class Refusal:
     reason: Annotated[str, Meta(max_length=_TEXT_CHARS)]
 
 
+class _NoRelay(JoinError):
+    """It was not asked for the peer at all: it does not pass on, or was not reached."""
+
+
 class Carrier(FramedStream):
     """Any stream; one that turns out to carry another lends little, and takes no payload but a record."""
 
@@ -98,7 +104,7 @@ class Relayed(Endpoint):
     signer: Identity | None = None
 
     def allow(self, signer: Identity, seeds: Sequence[str], *, passes_on: bool) -> None:
-        """From now on, reach peers through others: those at the seeds' addresses, then who has streams with this peer. Each asks
+        """From now on, reach peers through others: who has streams with this peer, seeds first, then the other seeds. Each asks
         only a few. And pass on for others, if so said."""
         self.signer = signer
         self._seeds = [peer for seed in seeds if (peer := peer_of(seed)) is not None]
@@ -124,13 +130,17 @@ class Relayed(Endpoint):
             except BaseException:
                 self._afar.pop(peer_id, None)
                 raise
-        said = []
+        said: list[str] = []
+        asked = 0
         for relay in relays:
+            if asked == MOST_ASKED:
+                break
             try:
                 async with asyncio.timeout(self.timeouts.dial_s + self.timeouts.handshake_s):
                     tunnel = await self._agree(relay, peer_id)
             except (JoinError, StreamClosed, ProtocolError, TimeoutError) as error:
                 said.append(f"{short(relay)} ({str(error) or 'no answer in time'})")
+                asked += not isinstance(error, _NoRelay)
             else:
                 return await self._open_in(tunnel, peer_id, purpose)
         self._afar.pop(peer_id, None)  # the next one tries everything again
@@ -142,9 +152,10 @@ class Relayed(Endpoint):
         ) from problem
 
     def _via(self, peer_id: str) -> list[str]:
-        here = (s.peer_id for s in self.streams if s.purpose and not s.closed and not isinstance(s.transport, Tunnel))
-        found = dict.fromkeys((*self._seeds, *sorted(set(here))))
-        return [relay for relay in found if relay not in (peer_id, self.peer_id)][:MOST_ASKED]
+        here = {s.peer_id for s in self.streams if s.purpose and not s.closed and not isinstance(s.transport, Tunnel)}
+        near = [seed for seed in self._seeds if seed in here]
+        found = dict.fromkeys((*near, *sorted(here), *self._seeds))
+        return [relay for relay in found if relay not in (peer_id, self.peer_id)][:MOST_TRIED]
 
     async def _connect(self, stream: FramedStream, addresses: Sequence[str]) -> None:
         if self.signer is None:
@@ -181,14 +192,18 @@ class Relayed(Endpoint):
     async def _agree(self, relay: str, peer_id: str) -> Tunnel:
         """Ask a relay for the peer, and agree with that on keys."""
         assert self.signer is not None
-        carrier = await super().open(relay, RELAY)
+        try:
+            carrier = await super().open(relay, RELAY)
+        except JoinError as error:
+            raise _NoRelay(str(error)) from error
         try:
             private = X25519PrivateKey.generate()
             key = private.public_key().public_bytes_raw()
             await carrier.send(Frame("to", {"peer": peer_id, "key": key}))
             reply = await carrier.recv()
             if reply.kind == "refused":
-                raise JoinError(read(reply.header, Refusal, "a relay's refusal").reason)
+                reason = read(reply.header, Refusal, "a relay's refusal").reason
+                raise (_NoRelay if reason == NO_MORE else JoinError)(reason)
             if reply.kind != "through":
                 raise ProtocolError(f"expected the other end's key from a relay, got {reply.kind!r}")
             said = read(reply.header, Through, "the other end's key")
@@ -237,7 +252,7 @@ class Relayed(Endpoint):
         asked = read(frame.header, Asked, "whom to pass on to")
         dialer = carrier.peer_id
         if self._passing.total() >= self._most or self._passing[dialer] >= MOST_OF_ONE:
-            await carrier.send(Frame("refused", {"reason": "it passes on no more streams"}))
+            await carrier.send(Frame("refused", {"reason": NO_MORE}))
             return
         self._passing[dialer] += 1
         try:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -123,7 +123,7 @@ async def test_nobody_reaches_a_process_that_has_ended() -> None:
     near, far = pair()
     channel = Channel(near, (*FROM_DEVICE, *TAKES))
     async with MemoryNetwork().transport("p0") as transport:
-        how = {"serves": (), "opens": (), "addresses": nowhere, "limits": Limits(), "timeouts": USUAL}
+        how = {"serves": {}, "opens": {}, "addresses": nowhere, "limits": Limits(), "timeouts": USUAL}
         passing = Passing(transport, channel, **how)  # type: ignore[arg-type]
         far.close()
         channel.close()
@@ -132,14 +132,14 @@ async def test_nobody_reaches_a_process_that_has_ended() -> None:
 
 
 @asynccontextmanager
-async def passed(opens: tuple[str, ...] = ("stage",)) -> AsyncIterator[tuple[asyncio.Task[None], Channel]]:
+async def passed(opens: Mapping[str, int] = process.OPENS) -> AsyncIterator[tuple[asyncio.Task[None], Channel]]:
     """The peer's side as it runs, and the end of the channel that a process has."""
     near, far = pair()
     network = MemoryNetwork()
     here, there = Channel(near, TAKES), Channel(far, GIVES)
     async with network.transport("p0") as transport, network.transport("p1") as other:
         other.serve("stage", lambda stream: asyncio.sleep(WAIT_S))
-        passing = Passing(transport, here, serves=(), opens=opens, addresses=nowhere, limits=Limits(), timeouts=USUAL)
+        passing = Passing(transport, here, serves={}, opens=opens, addresses=nowhere, limits=Limits(), timeouts=USUAL)
         running = asyncio.create_task(passing.run())
         yield running, there
         running.cancel()

@@ -57,9 +57,18 @@ async def nowhere(peer: str) -> tuple[str, ...]:
     return ()
 
 
-class Everything:
+class Everything(dict[str, int]):
+    """Any purpose, with the same first limit."""
+
+    def __init__(self, first_bytes: int) -> None:
+        super().__init__()
+        self._first_bytes = first_bytes
+
     def __contains__(self, purpose: object) -> bool:
         return True
+
+    def __missing__(self, purpose: str) -> int:
+        return self._first_bytes
 
 
 class Beside(Bridged):
@@ -74,17 +83,17 @@ class Beside(Bridged):
         self._passing = Passing(
             inner,
             self._here,
-            serves=(),
-            opens=Everything(),
+            serves={},
+            opens=Everything(limits.payload_bytes),
             addresses=nowhere,
             limits=limits,
             timeouts=timeouts,
         )
         self._running: list[asyncio.Task[None]] = []
 
-    def serve(self, purpose: str, handler: Handler) -> None:
+    def serve(self, purpose: str, handler: Handler, first_bytes: int | None = None) -> None:
         super().serve(purpose, handler)
-        self._passing.serve(purpose)
+        self._passing.serve(purpose, self.limits.payload_bytes if first_bytes is None else first_bytes)
 
     async def _take(self) -> None:
         while True:

@@ -107,6 +107,18 @@ async def test_one_connection_carries_all_until_its_window_is_full(
         assert sum(count > 0 for count in carried.values()) == used
 
 
+async def test_bytes_of_a_stream_that_has_left_stay_in_the_count() -> None:
+    async with mesh("direct", timeouts=PATIENT) as (a, b):
+        before = a.carried_bytes()  # type: ignore[attr-defined]
+        near, _ = await pair(a, b)
+        before = max(before, a.carried_bytes())  # type: ignore[attr-defined]
+        await eventually(lambda: len(a.streams) == len(b.streams) == 1, 30.0)  # type: ignore[attr-defined]
+        sent, received = a.carried_bytes()  # type: ignore[attr-defined]
+        assert sent >= before[0] > 0
+        assert received >= before[1] > 0
+        await near.aclose()
+
+
 async def test_brief_streams_stay_and_so_do_those_of_a_peer_without() -> None:
     async with mesh("direct") as (a, b):
         assert bundle_of((await pair(a, b, "gossip"))[0]) is None

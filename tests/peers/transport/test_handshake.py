@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from dht import Members
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, NotPermittedError, ProtocolError
 from meshcee.fields import read
 from peers.transport import direct, handshake
 from peers.transport.base import Frame, StreamClosed
+from peers.transport.handshake import SHOWN_BYTES
 from peers.transport.memory import MemoryNetwork
 from peers.transport.stream import FramedStream
 from tests.peers.transport.harness import KEY, echo, eventually, sockets
@@ -33,6 +35,26 @@ async def test_two_peers_of_one_mesh_agree() -> None:
             handshake.accept(far, "b", KEY),
         )
         assert dialled == accepted == "job"
+
+
+async def test_who_shows_the_longest_certificate_shakes_hands() -> None:
+    """Its hello costs more than the window that a stranger has."""
+
+    class Long(Members):
+        def admit(self, peer_id: str, shown: bytes, purpose: str = "") -> None:
+            """Whoever comes."""
+
+    for size in (600, 1000, SHOWN_BYTES):
+        async with sockets() as (near, far):
+            dialled, accepted = await both(
+                handshake.dial(near, "a", "job", KEY, members=Long(shown=bytes(size))),
+                handshake.accept(far, "b", KEY, members=Long(shown=bytes(size))),
+            )
+            assert dialled == accepted == "job"
+            near.establish("job")
+            far.establish("job")
+            await near.send(Frame("large", {}, [bytes(100_000)]))
+            assert (await far.recv()).kind == "large"
 
 
 async def test_an_open_mesh_has_an_empty_key() -> None:

@@ -175,6 +175,19 @@ async def test_a_peer_that_passes_nothing_on_says_so_and_the_error_names_the_por
             await m.ann.open(m.ben.peer_id, "test", [f"/ip4/10.0.0.3/tcp/4007/p2p/{m.ben.peer_id}"])
 
 
+async def test_a_relay_that_passes_on_is_asked_though_the_token_names_two_peers_that_are_gone() -> None:
+    m = Mesh()
+    gone = [f"/ip4/192.0.2.1/tcp/4001/p2p/{Identity.generate().peer_id}" for _ in range(2)]
+    for who, identity in ((m.ann, m.identities[0]), (m.ben, m.identities[1]), (m.relay, m.identities[2])):
+        who.allow(identity, gone, passes_on=True)
+    async with m.ann, m.ben, m.relay:
+        await pair(m.ann, m.relay)
+        await pair(m.ben, m.relay)
+        near, far = await pair(m.ann, m.ben, "far")
+        await near.send(Frame("ping"))
+        assert (await far.recv()).kind == "ping"
+
+
 async def test_a_refusal_of_the_far_end_is_told_as_it_is() -> None:
     async with mesh() as m:
         with pytest.raises(JoinError, match="refused the stream: this peer does not serve 'nothing'"):
