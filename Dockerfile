@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# A peer in a box: `docker run --network host meshcee peer --join TOKEN`.
+# A peer in a box: `docker build -t meshcee .`, then `docker run --network host -v meshcee:/data meshcee peer --join TOKEN`.
 #
 # For the CPU by default. For NVIDIA GPUs build with
 #   docker build --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130 -t meshcee:cuda .

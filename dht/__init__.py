@@ -4,7 +4,7 @@
 arrives is read field by field and believed only when it is signed. Imports meshcee's values; knows nothing of jobs in progress.
 """
 
-from dht.addresses import MAX_ADDRESSES, checked, dialable, host_of, peer_of
+from dht.addresses import MAX_ADDRESSES, checked, dialable, host_of, is_public, peer_of
 from dht.directory import Directory, read_lists
 from dht.election import Elector
 from dht.gossip import MAX_RUMOURS, Gossiper
@@ -64,6 +64,7 @@ __all__ = [
     "dialable",
     "host_of",
     "invite_key",
+    "is_public",
     "learn_list",
     "peer_of",
     "public_key_of",

@@ -12,7 +12,16 @@ from collections.abc import Iterable, Sequence
 
 from meshcee.errors import ProtocolError
 
-__all__ = ["MAX_ADDRESSES", "MAX_ADDRESS_CHARS", "checked", "dialable", "host_of", "is_loopback", "peer_of"]
+__all__ = [
+    "MAX_ADDRESSES",
+    "MAX_ADDRESS_CHARS",
+    "checked",
+    "dialable",
+    "host_of",
+    "is_loopback",
+    "is_public",
+    "peer_of",
+]
 
 MAX_ADDRESSES = 16  # of one peer
 MAX_ADDRESS_CHARS = 256
@@ -68,20 +77,21 @@ def is_loopback(address: str) -> bool:
     return host_of(address) == "localhost" if ip is None else ip.is_loopback
 
 
+def is_public(address: str) -> bool:
+    """Whether machines of other networks may dial it; a name counts as such."""
+    ip = _ip(address)
+    return not is_loopback(address) if ip is None else ip.is_global
+
+
 def dialable(addresses: Iterable[str]) -> Sequence[str]:
     """The addresses that another machine may dial, public ones first.
 
     When there is nothing but loopback the result is empty: the caller says so rather than print a useless address.
     """
-
-    def order(address: str) -> int:
-        ip = _ip(address)
-        return 0 if ip is None or ip.is_global else 1
-
     kept = []
     for address in dict.fromkeys(addresses):
         ip = _ip(address)
         if is_loopback(address) or (ip is not None and (ip.is_unspecified or ip.is_link_local or ip.is_multicast)):
             continue
         kept.append(address)
-    return tuple(sorted(kept, key=order))
+    return tuple(sorted(kept, key=is_public, reverse=True))

@@ -17,6 +17,7 @@ import torch
 from meshcee.errors import JoinError, NotPermittedError, PeerLostError, UsageError
 from meshcee.files import Home, dumps
 from peers.cli.joining.joined import look
+from peers.cli.joining.lines import keep_line, limits, line_file
 from peers.cli.joining.notice import find, heeded
 from peers.cli.joining.owner_use import Machine
 from peers.cli.joining.staying import Stay, Watch
@@ -69,10 +70,15 @@ def parse_duration_s(text: str) -> float:
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
+def somebody_sits_here(options: PeerOptions, *, as_json: bool) -> bool:
+    """At a terminal: what a script has joined is said each time, and not remembered."""
+    said = options.open or options.shape or as_json or not options.lan
+    return not said and sys.stdin.isatty() and sys.stdout.isatty()
+
+
 def asks_people(options: PeerOptions, *, as_json: bool) -> bool:
     """Whether somebody sits here who can type a code, or read one to somebody else. A script is never asked."""
-    said = options.join or options.open or options.shape or as_json or not options.lan
-    return not said and sys.stdin.isatty() and sys.stdout.isatty()
+    return not options.join and somebody_sits_here(options, as_json=as_json)
 
 
 def has_own_process(said: bool | None, *, emulated: bool) -> bool:
@@ -105,8 +111,9 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     device = resolve_device(options.device)
     spot = find(options.spot) if options.spot is not None else None
     line, asks = options.join, asks_people(options, as_json=as_json)
+    keeps = line is not None and somebody_sits_here(options, as_json=as_json)
     if asks:
-        from peers.cli.joining.nearby import line_by_code, line_file  # half a second that a script need not wait
+        from peers.cli.joining.nearby import line_by_code  # half a second that a script need not wait
 
         line = line_by_code(Home(), options.identity)
     where = JoinOptions(
@@ -149,7 +156,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         async with metered(where_metered) as meters, heeded(spot, stay.ask, tell):
 
             def lend() -> AbstractAsyncContextManager[Departure]:
-                return lent_peer(where, meters, shows_codes=asks, as_json=as_json)
+                return lent_peer(where, meters, shows_codes=asks, keeps=keeps, as_json=as_json)
 
             return await stay.run(lend, tell)
 
@@ -158,7 +165,7 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
     except (JoinError, NotPermittedError) as error:
         if not asks or line is None:
             raise
-        raise type(error)(f"{error}; where the mesh of the last code is no more, remove {line_file(Home())}") from error
+        raise type(error)(f"{error}; where the mesh of the last time is no more, remove {line_file(Home())}") from error
     if not in_time:
         raise PeerLostError(
             "this peer has left with a stage of a job, or with its data: the owner goes on from its newest copies"
@@ -167,9 +174,9 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
 
 @asynccontextmanager
 async def lent_peer(
-    where: JoinOptions, meters: Meters, *, shows_codes: bool, as_json: bool
+    where: JoinOptions, meters: Meters, *, shows_codes: bool, keeps: bool = False, as_json: bool
 ) -> AsyncIterator[Departure]:
-    """The peer is up, and what people need to know of it is printed."""
+    """The peer is up, and what people need to know of it is printed. With `keeps` the line that it joined by is kept."""
     async with a_peer(where, Home()) as me, meters.of_peer(me):
         departure = Departure(me)
         await me.directory.refresh()
@@ -186,10 +193,9 @@ async def lent_peer(
         else:
             console = Screen()
             console.print(f"{me.options.name} is up as …{me.peer_id[-8:]} on {where.device}.")
-            console.print("On every other machine:\n")
-            console.print(f"  meshcee peer --join {invite}\n", soft_wrap=True)
-            if not me.reachable_from_elsewhere:
-                console.print("(This peer listens on loopback only: the line works on this machine.)\n")
+            console.print(_for_others(me, invite), soft_wrap=True)
+            if keeps and where.token and (kept := keep_line(Home(), where.token, where.identity)):
+                console.print(kept, soft_wrap=True)
         if me.joined_by is not None:
             me.spawn(_say_joined(me, as_json=as_json))
         elif (admin := me.admin) is not None and shows_codes and me.reachable_from_elsewhere:
@@ -198,6 +204,17 @@ async def lent_peer(
             here = tuple(me.transport.addresses)[:CODE_ADDRESSES]
             me.spawn(show_codes(me.peer_id, lambda: admin.invite(here, "own", CODE_USES, where.valid_s).encode()))
         yield departure
+
+
+def _for_others(me: Node, invite: str) -> str:
+    """How another machine comes in, as far as this one knows. An invite for a number of peers was for this machine."""
+    by = me.joined_by if me.admin is None else None
+    if by is not None and by.grant is not None and (by.grant.uses is not None or by.grant.expires_at <= me.clock()):
+        admin = me.directory.peers.get(by.grant.at)
+        return f"For another machine: `meshcee invite` on {admin.name if admin else 'a machine of an admin'}."
+    said = f"On every other machine:\n\n  meshcee peer --join {invite}\n"
+    limited = limits(invite) if by is None else None
+    return f"{said}\n{limited}\n" if limited else said
 
 
 async def _say_joined(me: Node, *, as_json: bool) -> None:

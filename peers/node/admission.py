@@ -379,7 +379,7 @@ async def enrol(
         failed = failed or JoinError(f"nothing came within {within_s:g} s")
     raise JoinError(
         f"the machine that has made this invite does not answer: {failed}. Who has joined before needs nobody; "
-        "a new member needs the admin's machine to run, or an invite of another admin"
+        "a new member needs the admin's machine to run and to be reachable from here, or an invite of another admin"
     ) from failed
 
 

@@ -233,9 +233,11 @@ class Bundle(asyncio.Transport):
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Of "rate": bytes per second that have come since it was last asked for, or None. Of "under_way": bytes that were
-        written and not yet acknowledged by the other machine, or None."""
+        written and not yet acknowledged by the other machine, or None. Of "peername": where the connections lead."""
         if name == "under_way":
             return self._under_way()
+        if name == "peername" and (first := self.connections[0].transport) is not None:
+            return first.get_extra_info(name, default)
         return self._take_rate() if name == "rate" else default
 
     def throttle(self, bytes_per_s: float) -> None:

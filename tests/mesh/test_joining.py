@@ -95,5 +95,5 @@ async def test_a_second_terminal_is_asked_for_the_code_and_says_what_it_has_join
         line = tmp_path / "two" / "joined.line"
         assert line.stat().st_mode & 0o077 == 0
         with terminal(tmp_path / "two", "peer", "--name", "second", *common) as second:  # later, nobody is asked
-            second.until("Joining the mesh of the last code")
+            second.until("Joining the mesh of the last time")
             second.until("second is up")

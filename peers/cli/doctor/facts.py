@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from meshcee.figures import Versions
 
 __all__ = [
+    "FOR_TENSORS",
     "Device",
     "Door",
     "Exactness",
@@ -190,6 +191,7 @@ class Neighbour:
     link, mtu        the way to it from here; bytes of the largest packet that goes there whole
     sees             the address at which it sees this machine
     direct           whether tensors to it take TCP connections of their own
+    tensors          of a peer of this machine, its port for these connections; 0: it has none, or it is not known
     """
 
     name: str
@@ -205,6 +207,10 @@ class Neighbour:
     mtu: int | None = None
     sees: str = ""
     direct: bool | None = None
+    tensors: int = 0
+
+
+FOR_TENSORS = ", for tensors"
 
 
 @dataclass(frozen=True)
@@ -213,7 +219,7 @@ class Door:
     whom it was reached."""
 
     port: int
-    of: str  # "" where no peer runs here: a free port
+    of: str  # "" where no peer runs here: a free port; with FOR_TENSORS behind the name: that one
     host: str
     asked: tuple[str, ...]
     reached_by: tuple[str, ...] = ()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from meshcee import errors
-from peers.cli.doctor.facts import Door, Mesh, Neighbour, Refused
+from peers.cli.doctor.facts import FOR_TENSORS, Door, Mesh, Neighbour, Refused
 from peers.cli.doctor.finding import Finding, bad, count, ok, span, unknown, warn
+from peers.cli.joining.ports import opened
 
 __all__ = ["clock", "neighbours"]
 
@@ -95,14 +96,18 @@ def _doors(doors: Sequence[Door]) -> Iterator[Finding]:
         elif door.reached_by:
             yield ok("mesh", what, f"{where} is open at {door.host}: {', '.join(door.reached_by)} dialled it")
         else:
-            port = door.port if door.of else 4001
-            place = f"[{door.host}]" if ":" in door.host else door.host
-            mend = (
-                f"let TCP port {port} in at this machine's firewall and at its router, and start the peer here with "
-                f"--listen 0.0.0.0:{port} --announce {place}:{port}"
-            )
+            mend = _let_in(door, {one.of: one.port for one in doors})
             asked = ", ".join(door.asked)
             yield warn("mesh", what, f"{where} is closed at {door.host}: {asked} dialled it in vain", mend)
+
+
+def _let_in(door: Door, ports: Mapping[str, int]) -> str:
+    """What opens a door; `ports` are those of all doors."""
+    where = "in at this machine's firewall and at its router, with the same number, and start the peer here with"
+    if door.of.endswith(FOR_TENSORS):
+        return f"let TCP port {door.port} {where} --direct-port {door.port}"
+    both, options = opened(door.port if door.of else 4001, door.host, ports.get(door.of + FOR_TENSORS))
+    return f"let {both} {where.replace('number', 'numbers')} {options}"
 
 
 def _link(peer: Neighbour) -> Iterator[Finding]:
@@ -157,8 +162,8 @@ def _translation(ours: Sequence[str], here: Sequence[Neighbour], far: Sequence[N
     if len({peer.sees for peer in strange}) > 1:
         text += f", and {strange[-1].name} at {strange[-1].sees}"
     if here and not any(outside in address.split("/") for peer in here for address in peer.addresses):
-        place = f"[{outside}]" if ":" in outside else outside
-        mend = f"let TCP port 4001 in at the router, and start the peer here with --listen 0.0.0.0:4001 --announce {place}:4001"
+        ports, options = opened(place=outside)
+        mend = f"let {ports} in at the router, with the same numbers, and start the peer here with {options}"
         yield warn("mesh", "NAT", f"{text}, and no peer here announces it", mend)
     else:
         yield ok("mesh", "NAT", text)

@@ -7,7 +7,6 @@ line for itself. A peer that trains is not probed: its steps need the line.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,10 +14,10 @@ from dataclasses import replace
 
 import psutil
 
-from dht import dialable, host_of
+from dht import dialable, host_of, is_public
 from meshcee.errors import MeshceeError
 from meshcee.figures import LinkProfile
-from peers.cli.doctor.facts import Door, Link, Neighbour
+from peers.cli.doctor.facts import FOR_TENSORS, Door, Link, Neighbour
 from peers.measure.probe import LIGHT_S, probe_link
 from peers.node.agent import Agent
 from peers.transport import StreamClosed, Transport
@@ -55,7 +54,8 @@ async def with_paths(agent: Agent, peers: Mapping[str, Neighbour]) -> tuple[Neig
         sees, direct = "", None
         if peers[peer].answers:  # a stream that another passes on comes from nowhere
             sees = await _seen(agent.transport, peer, addresses)
-            direct = await _is_direct(agent.transport, peer, addresses)
+            port = await _tensors(agent.transport, peer, addresses)
+            direct = None if port is None else bool(port)
         found[peer] = replace(found[peer], sees=sees, mtu=mtu, direct=direct)
 
     await asyncio.gather(*map(ask, far))
@@ -75,16 +75,17 @@ def _far(peers: Mapping[str, Neighbour]) -> list[str]:
     return sorted(others, key=lambda peer: peers[peer].answers is not True)[:MOST_PEERS]
 
 
-async def doors(
-    agent: Agent, peers: Mapping[str, Neighbour], environment: Mapping[str, str] = os.environ
-) -> tuple[Door, ...]:
+async def doors(agent: Agent, peers: Mapping[str, Neighbour]) -> tuple[Door, ...]:
     """Ports of this machine, dialled by peers of other machines."""
-    ports = ports_here([one for one in peers.values() if one.here], agent.transport.addresses, environment)
+    here = [(peer, one) for peer, one in peers.items() if one.here and dialable(one.addresses)]
+    found = await asyncio.gather(*(_tensors(agent.transport, peer, one.addresses) for peer, one in here))
+    told = [replace(one, tensors=port or 0) for (_, one), port in zip(here, found, strict=True)]
+    ports = ports_here(told, agent.transport.addresses)
     asked = [peer for peer in _far(peers) if peers[peer].answers]
-    told = await asyncio.gather(
+    knocked = await asyncio.gather(
         *(_knocked(agent.transport, peer, peers[peer].addresses, list(ports)) for peer in asked)
     )
-    said = [(peers[peer].name, one) for peer, one in zip(asked, told, strict=True) if one is not None and one.host]
+    said = [(peers[peer].name, one) for peer, one in zip(asked, knocked, strict=True) if one is not None and one.host]
     hosts = {name: one.host for name, one in said}
     return tuple(
         Door(port, of, next((hosts[name] for name in by or hosts), ""), tuple(hosts), by)
@@ -93,15 +94,18 @@ async def doors(
     )
 
 
-def ports_here(here: Sequence[Neighbour], own: Sequence[str], environment: Mapping[str, str]) -> dict[int, str]:
+def ports_here(here: Sequence[Neighbour], own: Sequence[str]) -> dict[int, str]:
     """TCP ports at which peers of this machine are reached, and the name of each peer. Where none runs, that of this command's own
     daemon, under "": a port that the system has chosen, as a peer's is that is told none."""
-    found = {port: peer.name for peer in here for address in dialable(peer.addresses) if (port := _tcp(address))}
-    if here and (direct := environment.get("MESHCEE_DIRECT_PORT", "")).isdecimal() and 0 < int(direct) < 65536:
-        found[int(direct)] = f"{here[0].name}, for tensors"
+    found: dict[int, str] = {}
+    for peer in here:
+        outside = dialable(peer.addresses)  # a router may have another port than the machine behind it
+        for address in [one for one in outside if is_public(one)] or outside:
+            found[_tcp(address)] = peer.name
+        found[peer.tensors] = peer.name + FOR_TENSORS
     if not here:
-        found = {port: "" for address in dialable(own) if (port := _tcp(address))}
-    return dict(list(found.items())[:MOST_PORTS])
+        found = {_tcp(address): "" for address in dialable(own)}
+    return dict([(port, of) for port, of in found.items() if port][:MOST_PORTS])
 
 
 def _tcp(address: str) -> int:
@@ -116,14 +120,15 @@ async def _knocked(transport: Transport, peer: str, addresses: Sequence[str], po
     return None
 
 
-async def _is_direct(transport: Transport, peer: str, addresses: Sequence[str]) -> bool | None:
-    """Whether a stream for tensors leaves libp2p's daemon."""
+async def _tensors(transport: Transport, peer: str, addresses: Sequence[str]) -> int | None:
+    """The port at which a stream for tensors leaves libp2p's daemon; 0 where it stays inside, None where none is opened."""
     with suppress(TimeoutError, MeshceeError, StreamClosed):
         async with asyncio.timeout(SEEN_S):
             stream = await transport.open(peer, "probe", addresses)
-        is_direct = isinstance(getattr(stream, "transport", None), Bundle)
+        way = getattr(stream, "transport", None)
+        port = int(way.get_extra_info("peername", (peer, 0))[1]) if isinstance(way, Bundle) else 0
         await stream.aclose()
-        return is_direct
+        return port
     return None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from dht import LinkRecord, PeerRecord
 from meshcee.figures import FEW, LinkProfile
 from meshcee.planner.regions import find_regions
+from peers.cli.joining.ports import opened
 from peers.mesh_view import MeshView
 
 __all__ = ["Joined", "joined", "look"]
@@ -79,9 +80,10 @@ class Joined:
         """The next thing to do where nobody reaches this peer."""
         if not self.others or self.reached_by or self.others >= FEW:
             return None
+        ports, options = opened()
         return (
-            "No peer has reached this one yet. Behind a firewall, open a port and say which: "
-            "meshcee peer --listen 0.0.0.0:4001 --direct-port 4002; `meshcee doctor --join LINE` looks closer."
+            f"No peer has reached this one yet. Behind a router or a firewall, let {ports} in, and start this peer so: "
+            f"meshcee peer --join LINE {options}; `meshcee doctor --join LINE` looks closer."
         )
 
 

@@ -1,7 +1,7 @@
 """Short codes at the terminal: the first machine shows one, a newcomer without a line is asked for it.
 
 The idea: people are asked only where a terminal is, and only on a machine that knows no mesh. A script founds a mesh as ever. What
-a code led to is written down, so that a later `meshcee peer`, and commands beside it, need no code.
+a code led to is written down (lines.py), so that a later `meshcee peer`, and commands beside it, need no code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import structlog
 
 from dht import Identity
 from meshcee.errors import JoinError, NotPermittedError, UsageError
-from meshcee.files import Home, disk, dumps
+from meshcee.files import Home, dumps
+from peers.cli.joining.lines import line_file, write_line
 from peers.cli.session import Screen, run_async
 from peers.node.founding import founds_again
 from peers.node.nearby import Code, CodeWindow, Door, Ending, Found, announced, ask, browse, fresh_label
@@ -39,11 +40,6 @@ def typed(question: str) -> str:
         return ""
 
 
-def line_file(home: Home) -> Path:
-    """The invite that a code of this machine led to."""
-    return home.folder / "joined.line"
-
-
 def line_by_code(
     home: Home,
     identity: Path | None,
@@ -55,12 +51,17 @@ def line_by_code(
 
     NotPermittedError after too many wrong codes.
     """
-    if founds_again(home, identity):
-        return None
     console, kept = Screen(), line_file(home)
-    if kept.exists() and (before := kept.read_text(errors="replace").strip()):
+    before = kept.read_text(errors="replace").strip() if kept.exists() else ""
+    if founds_again(home, identity):
+        if before:
+            console.print(
+                f"This machine founds its own mesh; to join the other: meshcee peer --join @{kept}", soft_wrap=True
+            )
+        return None
+    if before:
         console.print(
-            f"Joining the mesh of the last code ({kept}); to found one here: meshcee peer --no-lan", soft_wrap=True
+            f"Joining the mesh of the last time ({kept}); to found one here: meshcee peer --no-lan", soft_wrap=True
         )
         return before
     console.print("Looking for a mesh on this network ...")
@@ -73,9 +74,7 @@ def line_by_code(
         return None
     line = _exchanged(found, home, identity, console, answer)
     if line is not None:
-        with home.writable():
-            disk.make_folder(home.folder)
-            disk.write_whole(kept, f"{line}\n".encode())
+        write_line(home, line)
         console.print(
             f"The code was right. For commands on this machine: meshcee status --join @{kept}", soft_wrap=True
         )

@@ -10,6 +10,7 @@ from rich.table import Table
 from dht import MAX_ADDRESSES, ROLES, Role, Token, dialable
 from meshcee.errors import NotPermittedError, UsageError
 from meshcee.files import Home, dumps
+from peers.cli.joining.lines import limits
 from peers.cli.session import Screen, configure_logging, run_async, waiting
 from peers.cli.view import called
 from peers.node import JoinOptions, join
@@ -52,7 +53,9 @@ def run_invite(
     elif as_json:
         print(dumps({"token": line(), "role": role, "uses": uses, "for_s": for_s}), flush=True)
     else:
-        print(invite := line())
+        print(invite := line(), flush=True)
+        if limited := limits(invite):
+            Screen(stderr=True).print(limited, soft_wrap=True)
         if qr:
             import segno
 

@@ -112,7 +112,9 @@ Listen = Annotated[
         envvar="MESHCEE_LISTEN", help="ADDRESS:PORT to listen on, several with commas; port 0 takes a free one."
     ),
 ]
-Announce = Annotated[str | None, typer.Option(envvar="MESHCEE_ANNOUNCE", help="ADDRESS:PORT that others dial instead.")]
+Announce = Annotated[
+    str | None, typer.Option(envvar="MESHCEE_ANNOUNCE", help="PUBLIC-ADDRESS:PORT that others dial too.")
+]
 Yield = Annotated[
     bool,
     typer.Option(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from dht import MAX_ADDRESSES, checked, dialable, host_of
+from dht import MAX_ADDRESSES, checked, dialable, host_of, is_public
 from meshcee.errors import JoinError, ProtocolError, UsageError
 
 __all__ = ["announced", "multiaddress", "reserve"]
@@ -121,14 +121,16 @@ def _machine_ips() -> list[str]:
 
 
 def announced(listening: Sequence[str], announce: Sequence[str] = ()) -> tuple[str, ...]:
-    """What others are told: what the user says, else the machine's own addresses in place of 0.0.0.0 and ::.
+    """What others are told: what the user says, and the machine's own addresses in place of 0.0.0.0 and ::.
 
-    Public ones come first, and no more are told than a record may hold. Loopback is told only when there is nothing else; then
-    nobody else can dial it anyway.
+    Behind a router many reach the public address from outside alone, so it is told beside the machine's own. Another one that the
+    user says is a choice among networks, and told alone. Public ones come first, and no more are told than a record may hold.
+    Loopback is told only when there is nothing else; then nobody else can dial it anyway.
     """
     port = int(listening[0].split("/")[4])
-    if announce:
-        return tuple(multiaddress(a, port) for a in announce[:MAX_ADDRESSES])
+    said = tuple(multiaddress(a, port) for a in announce)
+    if said and not any(map(is_public, said)):
+        return said[:MAX_ADDRESSES]
     ips = _machine_ips()
     found: list[str] = []
     for address in listening:
@@ -139,9 +141,8 @@ def announced(listening: Sequence[str], announce: Sequence[str] = ()) -> tuple[s
         version = 4 if kind == "ip4" else 6
         matching = [ip for ip in ips if ipaddress.ip_address(ip).version == version]
         found += ["/".join(["", kind, ip, *rest]) for ip in matching]
-    others = dialable(found)
-    if others:
-        return tuple(others[:MAX_ADDRESSES])
+    if others := (*said, *dialable(found)):
+        return tuple(dict.fromkeys(others))[:MAX_ADDRESSES]
     return tuple(dict.fromkeys(found)) or tuple(
         a.replace(host_of(a), "127.0.0.1", 1) for a in listening if a.startswith("/ip4/")
     )

@@ -269,7 +269,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # what is planted; 
         {"mesh": replace(MESH, peers=(ANNA, replace(BEN, sees="198.51.100.7")))},
         "warn",
         "NAT",
-        "--announce 198.51.100.7:4001",
+        "let TCP ports 4001 and 4002 in at the router, with the same numbers",
     ),
     "a port that is closed from outside": (
         {"mesh": replace(MESH, doors=(Door(4001, "anna", "198.51.100.7", ("ben",)),))},
@@ -281,7 +281,13 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # what is planted; 
         {"mesh": replace(MESH, doors=(Door(40123, "", "2001:db8::7", ("ben",)),))},
         "warn",
         "ports from outside",
-        "--listen 0.0.0.0:4001 --announce [2001:db8::7]:4001",
+        "--listen '0.0.0.0:4001,[::]:4001' --announce [2001:db8::7]:4001 --direct-port 4002",
+    ),
+    "a port for tensors that is closed from outside": (
+        {"mesh": replace(MESH, doors=(Door(4002, "anna, for tensors", "198.51.100.7", ("ben",)),))},
+        "warn",
+        "ports from outside",
+        "start the peer here with --direct-port 4002",  # whose --listen is another port
     ),
     "blocked direct port": (
         {"mesh": replace(MESH, peers=(ANNA, replace(BEN, direct=False)))},
@@ -561,12 +567,21 @@ def test_the_kernel_tells_the_largest_packet_of_a_path() -> None:
 
 def test_ports_to_be_dialled_are_those_of_peers_here_or_else_of_a_daemon_that_listens() -> None:
     own = ("/ip4/192.0.2.1/tcp/40123/p2p/z", "/ip4/127.0.0.1/tcp/9/p2p/z")
-    assert paths.ports_here([], own, {"MESHCEE_DIRECT_PORT": "4002"}) == {40123: ""}
-    assert paths.ports_here([ANNA], own, {}) == {4001: "anna"}
-    found = paths.ports_here([ANNA], own, {"MESHCEE_DIRECT_PORT": "4002"})
-    assert found == {4001: "anna", 4002: "anna, for tensors"}
+    assert paths.ports_here([], own) == {40123: ""}
+    assert paths.ports_here([ANNA], own) == {4001: "anna"}
+    assert paths.ports_here([replace(ANNA, tensors=4002)], own) == {4001: "anna", 4002: "anna, for tensors"}
+    behind = replace(ANNA, addresses=("/ip4/8.8.8.8/tcp/5001", "/ip4/192.168.1.5/tcp/4001"))
+    assert paths.ports_here([behind], own) == {5001: "anna"}, "as its router calls it"
     many = [replace(ANNA, addresses=(f"/ip4/192.0.2.1/tcp/{port}",)) for port in range(4001, 4021)]
-    assert len(paths.ports_here(many, own, {})) == 4
+    assert len(paths.ports_here(many, own)) == 4
+
+
+def test_both_ports_of_a_peer_are_named_as_they_are() -> None:
+    both = (Door(4001, "anna", "198.51.100.7", ("ben",)), Door(5000, "anna, for tensors", "198.51.100.7", ("ben",)))
+    (first, second) = (one.mend for one in problems(replace(GOOD, mesh=replace(MESH, doors=both))))
+    assert "TCP ports 4001 and 5000" in first
+    assert first.endswith("--listen 0.0.0.0:4001 --announce 198.51.100.7:4001 --direct-port 5000")
+    assert "--listen" not in second
 
 
 # -- the command

@@ -70,7 +70,10 @@ def test_what_is_not_known_is_said_or_left_out() -> None:
         "joined the mesh of anna: 1 peer there besides this one, nobody coordinates yet, no link is measured yet, reached by 0 of 1"
     )
     assert not found.is_whole
-    assert "--listen" in str(found.advice())
+    advice = str(found.advice())
+    assert "--join LINE" in advice, "alone, the command would found another mesh"
+    assert "--listen 0.0.0.0:4001 --announce PUBLIC-ADDRESS:4001 --direct-port 4002" in advice
+    assert "4001 and 4002" in advice, "both are let in"
     assert "coordinator …" in seen({}, peer(ANNA), coordinator=CARL).sentence(), "its record has not come yet"
 
 

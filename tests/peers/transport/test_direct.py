@@ -75,6 +75,7 @@ async def test_a_stream_leaves_for_as_many_connections_as_its_distance_asks_for(
             near, far = await pair(a, b)
             found = [bundle_of(near), bundle_of(far)]
             assert [len(each.connections) for each in found if each] == [count, count]
+            assert [each.get_extra_info("peername")[1] for each in found if each][:1] == [b.direct.ports[4]]  # type: ignore[attr-defined]
             await eventually(lambda: len(a.streams) == len(b.streams) == 1)  # type: ignore[attr-defined]
             await near.aclose()
         assert b.direct.expected == {}  # type: ignore[attr-defined]

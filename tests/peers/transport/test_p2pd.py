@@ -312,7 +312,7 @@ def test_ports_are_reserved_and_addresses_told() -> None:
     told = announced(listening[:1])
     assert all("0.0.0.0" not in a and a.endswith(f"/tcp/{port}") for a in told)
     assert announced(("/ip4/127.0.0.1/tcp/5",)) == ("/ip4/127.0.0.1/tcp/5",)
-    assert announced(listening, ["vm.example.org", "192.0.2.9:7"]) == (
+    assert announced(listening, ["vm.example.org", "192.0.2.9:7"])[:2] == (
         f"/dns/vm.example.org/tcp/{port}",
         "/ip4/192.0.2.9/tcp/7",
     )
@@ -351,6 +351,22 @@ def test_only_addresses_of_a_machine_that_others_can_dial_are_told(monkeypatch: 
     interfaces(**{f"eth{i}": f"192.168.1.{i}" for i in range(1, 30)}, ppp0="8.8.8.8")
     told = announced(("/ip4/0.0.0.0/tcp/5",))
     assert (len(told), told[0]) == (MAX_ADDRESSES, "/ip4/8.8.8.8/tcp/5"), "a record with more is refused"
+    assert len(announced(("/ip4/0.0.0.0/tcp/5",), ["vm.example.org"])) == MAX_ADDRESSES
+
+
+def test_a_public_address_that_is_announced_does_not_hide_a_machine_from_its_own_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many routers let nobody in who comes from inside. Who names one of several private networks means that one."""
+    rows = {"eth0": [SimpleNamespace(family=socket.AF_INET, address="192.168.1.5")]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: rows)
+    own = "/ip4/192.168.1.5/tcp/5"
+    assert announced(("/ip4/0.0.0.0/tcp/5",), ["8.8.8.8:7"]) == ("/ip4/8.8.8.8/tcp/7", own)
+    assert announced(("/ip4/0.0.0.0/tcp/5",), ["example.org"]) == ("/dns/example.org/tcp/5", own)
+    assert announced(("/ip4/127.0.0.1/tcp/5",), ["8.8.8.8:7"]) == ("/ip4/8.8.8.8/tcp/7",), (
+        "behind a proxy of this machine"
+    )
+    assert announced(("/ip4/0.0.0.0/tcp/5",), ["10.8.0.2:5"]) == ("/ip4/10.8.0.2/tcp/5",)
 
 
 @pytest.mark.parametrize(
