@@ -317,12 +317,10 @@ async def test_the_short_words_for_both_do_the_same(tmp_path: Path) -> None:
     assert result.stopped
     assert [report.step for report in reports if report.metrics] == [1, 3, 5]
     assert_same(result, expected.losses, expected.state_dict)
-    kept, wanted = (
-        {found.next_step for found in CheckpointStore(home.run("last").checkpoints).complete()}
-        for home in (by_words, by_callbacks)
-    )
-    assert kept == wanted
-    assert 2 in kept, "the best"
+    for home in (by_words, by_callbacks):
+        kept = {found.next_step for found in CheckpointStore(home.run("last").checkpoints).complete()}
+        assert {2, 6} <= kept, "the best and the newest"
+        assert len(kept) <= 3, "one more, which depends on how long the disk takes"
 
 
 @pytest.mark.parametrize(
