@@ -100,8 +100,11 @@ class Directory:
             kind: Roster(self.ttl_s(kind)) for kind in (PeerRecord, LinkRecord, RunRecord)
         }
         self._suspects: set[tuple[str, str]] = set()
-        self.off = ""  # whose clock is ahead of this machine's, as their records say that were read last
-        self.was_off = ("", -math.inf)  # the last one, and when it was read
+        self._off = (
+            "",
+            -math.inf,
+            False,
+        )  # whose clock was off, when their records were read, and whether those were the last
         self._double: tuple[str, float] | None = None  # instance and sent_at of another process that is us
         self._vanished: dict[str, tuple[float, tuple[str, ...]]] = {}  # since when, where it was
         for address in store.others:  # from the start on
@@ -184,6 +187,15 @@ class Directory:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
+    @property
+    def off(self) -> str:
+        """Whose clock is ahead of this machine's, or behind, as their records say that were read last."""
+        return self._off[0] if self._off[2] else ""
+
+    def off_since(self, at_s: float) -> str:
+        """The same, of all records that were read since."""
+        return self._off[0] if self._off[1] >= at_s else ""
+
     async def read(self, kind: type[R], *, quick: bool = False) -> dict[str, R]:
         """Every valid record of this kind, by peer id; invalid ones are logged once each and set aside."""
         found: dict[str, R] = {}
@@ -199,8 +211,7 @@ class Directory:
                     self._suspects.add((kind.kind, subkey))
                     log.warning(Event.RECORD_SET_ASIDE, kind=kind.kind, peer=subkey[:64], error=str(error))
         if kind is PeerRecord:
-            self.off = off
-            self.was_off = (off, self._monotonic()) if off else self.was_off
+            self._off = (off, self._monotonic(), True) if off else (*self._off[:2], False)
         return found
 
     async def poll_forever(self) -> None:

@@ -232,8 +232,9 @@ class MeshView(ABC):
             await self._in_time(self.coordinator)
         except TimeoutError as error:
             await self.directory.refresh(everything=False)
-            off, at_s = self.directory.was_off
-            if at_s >= began_s:  # a clock that has been set right since was the reason all the same
+            if off := self.directory.off_since(
+                began_s
+            ):  # a clock that has been set right since was the reason all the same
                 raise ClockError(f"{off}, then try again") from error
             raise JoinError(
                 f"nobody has coordinated this mesh for {self.timeouts.join_s:.0f} s: see with `meshcee status` whether a peer that "
