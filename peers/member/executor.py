@@ -495,7 +495,8 @@ class Executor:
 
     async def _put(self, peer: str, frame: Frame | Awaitable[Frame]) -> None:
         """Behind what waits for this link. Where that is too much, the link holds the stage up, which is no work of it."""
-        start_s = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
         await self.links.put(peer, frame)
         if "wait" in self.seconds:
-            self.seconds["wait"] += time.perf_counter() - start_s
+            self.seconds["wait"] += loop.time() - start_s

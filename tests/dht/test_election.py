@@ -69,7 +69,7 @@ def test_a_lost_holder_is_replaced_in_time_and_a_leaving_one_at_once(count: int,
     while not world.agreed() or holder in world.holders():
         world.run(world.now + 0.25)
         assert len(world.holders()) <= 1
-        assert world.now - lost_at <= REPLACED_S - (TTL_S if says_so else 0)
+        assert world.now - lost_at <= REPLACED_S - (TTL_S if says_so else 0) + 0.5  # two of the looks above
     if not says_so:
         assert world.now - lost_at > TTL_S / 3  # a live lease was not challenged
 

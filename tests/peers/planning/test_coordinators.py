@@ -220,6 +220,9 @@ class Changing:
         self._plan, self._changed = plan, None
         return True
 
+    def learnt(self, request: Any) -> Any:
+        return request
+
     async def hear(self, report: Report, can_move: bool) -> Plan | None:
         if self._changed is None and next(self._left, None) is not None:
             before = NEWEST_TERM(self._storm.mesh.agent)
