@@ -244,7 +244,8 @@ class Blows:
         members = storm.members()
         first = chance.randrange(max(1, len(members) - count + 1))
         victims = members[first : first + count]
-        victims += chance.sample(sorted(set(storm.lending) - set(victims)), count - len(victims))
+        others = sorted(set(storm.lending) - set(victims))
+        victims += chance.sample(others, min(count - len(victims), len(others)))
         cut_off = not storm.is_parted and chance.random() < 0.5
         if cut_off:
             storm.part(victims)
@@ -299,7 +300,7 @@ class Blows:
         other = self.chance.sample(names, self.chance.randrange(1, len(names)))
         beside_owner = [n for n in storm.lending if (n in other) == (storm.owner in other)]
         if storm.mesh.result.plan is None and len(beside_owner) < storm.least:
-            other = self.chance.sample(storm.lending, len(storm.lending) - storm.least)
+            other = self.chance.sample(storm.lending, max(0, len(storm.lending) - storm.least))
         storm.part(other)
         asyncio.get_running_loop().call_later(last_s, storm.heal)
         return f"{', '.join(other)} apart from the rest for {last_s:.1f} s"
