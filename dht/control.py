@@ -38,7 +38,9 @@ with warnings.catch_warnings(), _put_off("scipy.optimize"):
     from hivemind.proto import p2pd_pb2
     from hivemind.utils.multiaddr import Multiaddr
 
-__all__ = ["P2P", "P2PDaemonError", "PeerID", "answers", "ask", "at_once", "attach", "dial", "packed"]
+__all__ = ["ENOUGH_S", "P2P", "P2PDaemonError", "PeerID", "answers", "ask", "at_once", "attach", "dial", "packed"]
+
+ENOUGH_S = 0.3  # for the others, once one of many has answered
 
 if "HIVEMIND_LOGLEVEL" not in os.environ:
     logging.getLogger("hivemind").setLevel(logging.CRITICAL)

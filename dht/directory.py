@@ -100,11 +100,8 @@ class Directory:
             kind: Roster(self.ttl_s(kind)) for kind in (PeerRecord, LinkRecord, RunRecord)
         }
         self._suspects: set[tuple[str, str]] = set()
-        self._off = (
-            "",
-            -math.inf,
-            False,
-        )  # whose clock was off, when their records were read, and whether those were the last
+        # Whose clock was off, when their records were read, and whether those were the last.
+        self._off: tuple[str, float, bool] = ("", -math.inf, False)
         self._double: tuple[str, float] | None = None  # instance and sent_at of another process that is us
         self._vanished: dict[str, tuple[float, tuple[str, ...]]] = {}  # since when, where it was
         for address in store.others:  # from the start on

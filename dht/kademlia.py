@@ -24,7 +24,7 @@ import msgpack
 import structlog
 
 from dht.addresses import peer_of
-from dht.control import P2P, PeerID, at_once, dial
+from dht.control import ENOUGH_S, P2P, PeerID, at_once, dial
 from dht.membership import Members
 from dht.records import CLOCK_SKEW_S, check, is_ahead, place, told_ahead
 from dht.roster import MAX_RECORDS
@@ -57,7 +57,6 @@ BUCKET = 20  # neighbours that a node knows at each distance; a mesh of so many 
 BELIEVED = 4  # neighbours that one answer may name beyond those that we know: half a search, if none of them exists
 RPC_S = 3.0  # one request to one node: a connection over 300 ms takes 1.2 s
 FORGIVEN_AFTER_S = 5.0  # a node that did not answer is passed over for so long (hivemind would double it each time)
-ENOUGH_S = 0.3  # for the others to meet at the start, once one has answered
 MAX_TOLD = 1024  # warnings
 MAX_MET = 64  # addresses kept for the next p2pd
 MAX_KEYS = 16  # in one request: nodes ask for one key, and hand a new node one for each kind of record

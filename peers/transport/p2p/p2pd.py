@@ -29,7 +29,7 @@ from typing import IO, Any, Self, TypeVar
 import structlog
 
 from dht import Identity, dialable, peer_of
-from dht.control import P2P, P2PDaemonError, answers, at_once, attach, dial
+from dht.control import ENOUGH_S, P2P, P2PDaemonError, answers, at_once, attach, dial
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, UsageError
 from meshcee.events import Event
@@ -46,7 +46,6 @@ START_S = 30.0  # until p2pd says its peer id: it reads a key and opens a port, 
 RESTARTS = 8  # in a row that fail before we give up
 LOOK_EVERY_S = 5.0  # whether a p2pd that runs also answers
 RETRY_S, MOST_RETRY_S = 0.5, 10.0  # until what failed after a restart is tried again
-ENOUGH_S = 0.3  # for the other seeds, once one has answered
 SILENT_LOOKS = 3  # unanswered in a row before it is killed and restarted
 _SOCKET_CHARS = 60  # of a folder's name, so that sockets in it stay below the 104 bytes that macOS allows
 

@@ -32,6 +32,7 @@ from meshcee.events import Event
 from meshcee.figures.profile import DeviceProfile
 from peers.device.graphs import Graphs
 from peers.device.worker.packets import Confinement, sealed
+from peers.measure import block_profiler
 from peers.node.agent import Agent
 from peers.node.assemble import InProcess, JoinOptions
 from peers.node.device_process import DeviceProcess, confine, process
@@ -57,10 +58,12 @@ from peers.node.device_process.messages import (
     State,
     first,
 )
+from peers.state import fetch
 from peers.transport import StreamClosed
 from peers.transport.bridge import GIVES, TAKES, Channel, Passing, pair
 from peers.transport.bridge.channel import Failed, Open, Opened
 from peers.transport.memory import MemoryNetwork
+from peers.wire.weights import DIGEST_BYTES
 from tests.peers.member.test_training import make_job
 from tests.peers.owner.test_recovery import FAST
 from tests.peers.transport.harness import nowhere
@@ -366,6 +369,9 @@ ORPHAN = """
 import asyncio, time
 from meshcee.config import Limits
 from peers.device.graphs import Graphs
+from peers.measure import block_profiler
+from peers.state import fetch
+from peers.wire.weights import DIGEST_BYTES
 from peers.node.device_process import DeviceProcess
 
 async def main():
@@ -641,3 +647,9 @@ async def test_a_process_pins_no_threads(monkeypatch: pytest.MonkeyPatch) -> Non
         Child()
     assert not {"OMP_PROC_BIND", "GOMP_CPU_AFFINITY"} & passed.keys()
     assert passed["OMP_WAIT_POLICY"] == "true"
+
+
+def test_the_first_limits_are_those_that_the_device_sets_itself() -> None:
+    """They stand in the peer's process as numbers: what they follow from imports torch."""
+    assert process.SERVES["copies"] == fetch.MOST * DIGEST_BYTES
+    assert process.SERVES["profile"] == block_profiler.REQUEST_BYTES
