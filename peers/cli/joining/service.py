@@ -22,6 +22,7 @@ from pathlib import Path
 from dht import Token
 from meshcee.errors import JoinError, UsageError
 from meshcee.files import Home, disk
+from peers.cli.joining.lines import keep_line
 from peers.cli.joining.notice import known
 from peers.cli.joining.yielding import Hours
 from peers.cli.session import Screen, parse_bytes
@@ -298,6 +299,7 @@ def install(
             disk.write_whole(service.line_file, f"{line}\n".encode())  # mode 0600
         disk.make_folder(system.file.parent)
         disk.write_whole(system.file, text.encode())
+    kept = keep_line(Home(service.home), line, None) if line is not None else None
     if not is_unit:
         call(system.end[0])  # an older one
     for command in system.start:
@@ -314,6 +316,8 @@ def install(
             soft_wrap=True,
         )
     screen.print("What it says: meshcee peer logs")
+    if kept is not None:
+        screen.print(kept, soft_wrap=True)
 
 
 def uninstall(service: Service | None = None, *, system: System | None = None, call: Call | None = None) -> None:
