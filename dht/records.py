@@ -22,7 +22,7 @@ from dht.membership import CERTIFICATE_S, CLOCK_SKEW_S, MAX_CERTIFICATE_BYTES, M
 from dht.signing import Identity, MeshKey, public_key_of, verify
 from meshcee.config import Limits
 from meshcee.errors import ClockError, NotPermittedError, PlanError, ProtocolError
-from meshcee.fields import Count, Finite, Name, Ordinal, ShortText, Small, read, refuse_unprintable, unpack
+from meshcee.fields import Count, Finite, Name, Ordinal, ShortText, Small, read, refuse_deep, refuse_unprintable, unpack
 from meshcee.figures import DeviceProfile, LinkProfile
 from meshcee.files import loads
 from meshcee.plan import Plan, Term
@@ -214,6 +214,7 @@ class RunRecord(Record):
         told = read(body, _RunTold, what)
         try:
             plan = loads(told.plan)  # the envelope has been bounded before
+            refuse_deep(plan, what)
             if plan is not None:
                 Plan.from_json(plan)  # which everybody who looks at the mesh is shown
         except (ValueError, PlanError) as error:

@@ -29,6 +29,7 @@ __all__ = [
     "Small",
     "plain",
     "read",
+    "refuse_deep",
     "refuse_unprintable",
     "unpack",
 ]
@@ -43,6 +44,8 @@ Ordinal = Annotated[int, Meta(ge=1, le=1 << 53)]
 Name = Annotated[str, Meta(max_length=128)]
 ShortText = Annotated[str, Meta(max_length=64)]
 
+DEEPEST = 64  # of lists and maps in one another: each level costs whoever walks a value some of the interpreter's stack
+
 _SCALARS = (str, int, float, bool, bytes, type(None))
 _BYTES = (bytes, bytearray, memoryview)  # read as they are: a text is not decoded into them
 _known: set[Any] = set()  # types that msgspec knows whole
@@ -50,13 +53,26 @@ _learning = threading.RLock()
 
 
 def unpack(data: Any, max_bytes: int, what: str) -> Any:
-    """One msgpack value; ProtocolError when it is too large or none. A list in it is no longer than the data."""
+    """One msgpack value; ProtocolError when it is too large, nested too deep, or none. A list in it is no longer than the data."""
     if len(data) > max_bytes:
         raise ProtocolError(f"{what} has {len(data)} bytes, more than {max_bytes}")
     try:
-        return msgpack.unpackb(data, strict_map_key=True)
+        value = msgpack.unpackb(data, strict_map_key=True)
     except (ValueError, RecursionError, msgpack.UnpackException) as error:  # ExtraData, nesting, bad UTF-8
         raise ProtocolError(f"{what} is not valid msgpack: {error}") from error
+    refuse_deep(value, what)
+    return value
+
+
+def refuse_deep(value: Any, what: str) -> None:
+    """ProtocolError where lists and maps stand in one another too deep for a walk that calls itself."""
+    level = [value]
+    for _ in range(DEEPEST + 1):
+        nested = [one for one in level if type(one) in (list, dict)]
+        if not nested:
+            return
+        level = [inner for one in nested for inner in (one.values() if type(one) is dict else one)]
+    raise ProtocolError(f"{what} has lists or maps nested more than {DEEPEST} deep")
 
 
 def plain(value: Any) -> Any:
@@ -71,12 +87,13 @@ def read(value: Any, kind: type[T], what: str, *, defaults: bool = False) -> T:
     """
     try:
         found = _converted(value, kind)
+        missing = None if defaults else _left_out(value, found)
     except (msgspec.ValidationError, RecursionError) as error:
         said, _, path = str(error).rpartition(" - at `")
         said, path = (said, path.strip("`").removeprefix("$.") + ": ") if said else (path, "")
         said = "Unknown value" if said.startswith("Invalid enum value") else said  # which may be of any length
         raise ProtocolError(f"{what}: {path}{said[:1].lower()}{said[1:]}") from error
-    if not defaults and (missing := _left_out(value, found)):
+    if missing:
         raise ProtocolError(f"{what}: {missing} is missing")
     return found
 

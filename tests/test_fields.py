@@ -5,6 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshcee.errors import ProtocolError
+from meshcee.fields import read, unpack
 
 ROOT = Path(__file__).parents[1]
 
@@ -45,3 +51,20 @@ def test_threads_that_meet_a_type_first_read_it_alike() -> None:
     """Without a lock msgspec ends the process there (SIGSEGV)."""
     ended = subprocess.run([sys.executable, "-c", READERS], capture_output=True, text=True, cwd=ROOT, check=False)
     assert (ended.returncode, ended.stdout) == (0, "read\n"), ended.stderr
+
+
+@pytest.mark.parametrize("depth", [65, 700, 1200])
+def test_what_is_nested_deep_is_refused_and_no_walk_runs_out_of_stack(depth: int) -> None:
+    deep = b"\x91" * depth + b"\xc0"
+    with pytest.raises(ProtocolError):
+        unpack(deep, 2000, "it")
+    nested: Any = None
+    for _ in range(depth):
+        nested = {"more": nested}
+    if depth > 600:  # of JSON, which has no limit of ours
+        with pytest.raises(ProtocolError):
+            read(nested, dict[str, Any], "it")
+
+
+def test_what_is_nested_as_deep_as_any_message_is_read() -> None:
+    assert unpack(b"\x91" * 64 + b"\xc0", 2000, "it") is not None

@@ -21,6 +21,7 @@ import xxhash
 
 from meshcee.config import Limits
 from meshcee.errors import ProtocolError
+from meshcee.fields import refuse_deep
 from peers.transport.base import Frame
 
 __all__ = [
@@ -162,6 +163,7 @@ def _decode_head(body: memoryview, limits: Limits, max_payload_bytes: int) -> tu
         message = msgpack.unpackb(body, raw=False, strict_map_key=True, ext_hook=_no_extension, max_ext_len=0)
     except (ValueError, TypeError, UnicodeDecodeError, OverflowError) as error:  # msgpack's errors are ValueErrors
         raise ProtocolError(f"a frame's header is not valid msgpack: {error}") from error
+    refuse_deep(message, "a frame's header")
     if type(message) is not list or len(message) != 3:
         raise ProtocolError("a frame's header must be [kind, header, payload sizes]")
     kind, header, sizes = message

@@ -182,6 +182,19 @@ def test_absurd_fields_are_refused_by_name(record: Record, changes: dict[str, An
         open_sealed(type(record), ME.peer_id, sealed_body(record.kind, body), KEY)
 
 
+@pytest.mark.parametrize("depth", [65, 400, 900])
+@pytest.mark.parametrize("kind", ["in a new field", "in a plan"])
+def test_a_record_nested_deep_is_refused_and_ends_nobody(depth: int, kind: str) -> None:
+    if kind == "in a plan":
+        run = next(one for one in RECORDS if isinstance(one, RunRecord))
+        data = sealed_body(run.kind, msgpack.packb({**run.to_wire(), "plan": f"{'[' * depth}{']' * depth}"}))
+    else:
+        run = RECORDS[0]
+        data = sealed_body("peers", msgpack.packb(run.to_wire() | {"new": 0})[:-1] + b"\x91" * depth + b"\xc0")
+    with pytest.raises(ProtocolError):
+        open_sealed(type(run), ME.peer_id, data, KEY)
+
+
 def test_what_a_newer_version_adds_is_passed_over() -> None:
     body = msgpack.packb({**RECORDS[0].to_wire(), "new": [1, 2]})
     assert open_sealed(PeerRecord, ME.peer_id, sealed_body("peers", body), KEY) == RECORDS[0]
