@@ -155,8 +155,10 @@ class Workers(Graphs):
             if how == "SIGXCPU":
                 wrong = f"a graph of {size} bytes was not checked within {cpu_s} s of CPU time"
         finally:
-            await worker.end()
-            self._prepare()
+            try:
+                await worker.end()
+            finally:
+                self._prepare()
         if wrong:
             raise GraphError(wrong)
 
@@ -223,6 +225,7 @@ class _Source:
     def __init__(self, work: str, memory_bytes: int) -> None:
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
+        self._unheard = 0  # workers whose end it tells of, or will
         env = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | SINGLE
         told = (str(memory_bytes), work)
         try:
@@ -240,8 +243,11 @@ class _Source:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         try:
+            while self._unheard:  # whoever waited for that was cancelled
+                await self.ended()
             socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
             (pid,) = NUMBER.unpack(await _exactly(self._control, NUMBER.size))
+            self._unheard += 1
             return _Worker(self, pid, ours)
         except BaseException:
             ours.close()
@@ -254,7 +260,9 @@ class _Source:
         try:
             (code,) = NUMBER.unpack(await _exactly(self._control, NUMBER.size))
         except EOFError:
+            self._unheard = 0
             return -signal.SIGKILL
+        self._unheard -= 1
         return int(code)
 
     def is_ready(self) -> None:
@@ -295,7 +303,11 @@ class _Worker:
 
     @property
     def lives(self) -> bool:
-        return self._handle >= 0 and not select.select([self._handle], [], [], 0)[0]
+        if self._handle < 0:
+            return False
+        ended = select.poll()  # a peer with many streams has descriptors beyond what `select.select` can ask for
+        ended.register(self._handle, select.POLLIN)
+        return not ended.poll(0)
 
     async def confined(self) -> Confinement:
         """Once it is ready: EOFError or ProtocolError when it is not."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import fcntl
 import os
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -161,6 +163,37 @@ async def test_a_spare_that_has_died_is_replaced_and_blames_no_graph() -> None:
         select.select([handle], [], [])
         os.close(handle)
         assert encode_program((await found.read([data]))[0]) == data
+
+
+async def test_a_check_that_is_given_up_while_its_worker_ends_leaves_the_next_one_alone() -> None:
+    """The word of how that one ended was taken for the next one's process id."""
+    data = graph()
+    async with workers() as found:
+        for turns in range(1, 4):
+            asked = asyncio.create_task(found.read([b"asleep"]))
+            await asyncio.sleep(0.3)
+            for _ in range(turns):  # again and again: while it waits for its worker's end, too
+                asked.cancel()
+                await asyncio.sleep(0)
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+        assert encode_program((await found.read([data]))[0]) == data
+
+
+async def test_a_peer_with_many_open_files_checks_graphs_all_the_same() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= hard < 1200:
+        pytest.skip(f"no more than {hard} files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1200), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        async with workers() as found:
+            for model in ("char_gpt", "cnn"):
+                assert len(await found.read([graph(model)])) == 1
+    finally:
+        for one in held:
+            os.close(one)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 async def test_a_worker_that_cannot_start_is_an_error_of_this_peer_and_says_why() -> None:
