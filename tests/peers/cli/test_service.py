@@ -160,7 +160,9 @@ def test_it_is_written_started_and_removed_again(here: tuple[Service, System]) -
     assert service.line_file.stat().st_mode & 0o077 == 0
     assert invite not in system.file.read_text() + "".join(tool.calls)
     assert f"@{service.line_file}" in system.file.read_text()
-    assert line_file(Home(service.home)).read_text().strip() == invite, "a plain `meshcee peer` beside it joins the same mesh"
+    assert line_file(Home(service.home)).read_text().strip() == invite, (
+        "a plain `meshcee peer` beside it joins the same mesh"
+    )
 
     uninstall(service, system=system, call=tool)
     assert "systemctl --user disable --now meshcee-peer.service" in tool.calls
