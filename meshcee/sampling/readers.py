@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from typing import Any
@@ -34,6 +35,7 @@ class Readers:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._lock = threading.Lock()  # an epoch that has ended may still be reading beside the next one
         self._order = _Order(job)
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] = iter(())
@@ -42,8 +44,13 @@ class Readers:
     def take(self, step: int, micro_batch: int) -> list[tuple[Any, Any]] | None:
         """The stacked micro-batches of a step; None for one that is over, which the caller reads by itself.
 
-        UsageError: what a read has raised, or data that cannot travel.
+        One thread at a time takes; who asks for the same step meanwhile gets None. UsageError: what a read has raised, or data that
+        cannot travel.
         """
+        with self._lock:
+            return self._take(step, micro_batch)
+
+    def _take(self, step: int, micro_batch: int) -> list[tuple[Any, Any]] | None:
         if self._loader is not None and step < self._next:
             return None
         if self._loader is None or step > self._next:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -99,6 +101,24 @@ def test_samples_are_those_that_this_process_would_read_from_whatever_step_on() 
     _, living = psutil.wait_procs(reading, 20)
     assert living == []
     assert torch.equal(torch.get_rng_state(), before), "nothing was drawn from this process's generator"
+
+
+class Slow(Augmented):
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.05)
+        return super().__getitem__(i)
+
+
+def test_of_two_threads_that_want_a_step_one_has_the_whole_of_it() -> None:
+    """An epoch that has ended may still be reading beside the next one."""
+    job = job_of(Slow())
+    with readers_of(job) as readers:
+        with ThreadPoolExecutor(2) as pool:
+            one, other = pool.map(lambda step: readers.take(step, MICRO), (0, 0))
+        found = one or other
+        assert same(found, read_here(job, 0))
+        assert None in (one, other), "it is over for the second"
+        assert same(readers.take(1, MICRO), read_here(job, 1)), "later steps have their own samples"
 
 
 def test_what_a_read_raises_is_told_with_its_sample_step_and_line() -> None:
