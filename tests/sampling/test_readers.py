@@ -171,3 +171,27 @@ def test_a_class_of_the_jobs_own_file_is_found_by_every_process(
     with readers_of(job) as readers:
         assert same(readers.take(0, MICRO), read_here(job, 0))
     monkeypatch.delitem(sys.modules, JOB_FILE)
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_samples_that_each_process_has_made_for_itself_are_refused(
+    repeats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not those that no process reads twice: they are told of before, and what is fed of them is kept."""
+    monkeypatch.delitem(sys.modules, JOB_FILE, raising=False)
+    file = tmp_path / "job.py"
+    file.write_text(
+        "import random\nimport torch\n"
+        "OFFSET = random.Random()\nFIXED = OFFSET.random()\n"
+        "class Rows:\n"
+        "    def __len__(self): return 48\n"
+        f"    def __getitem__(self, i): x = torch.randn(6) + {'FIXED' if repeats else 'OFFSET.random()'}; return x, x[:1]\n"
+    )
+    job = job_of(import_job_file(str(file)).Rows(), workers=1)
+    with readers_of(job) as readers:
+        if repeats:
+            with pytest.raises(UsageError, match=r"workers=1: a process that reads gives another data\[i\] than this one"):
+                readers.take(0, MICRO)
+        else:
+            assert readers.take(0, MICRO) is not None
+    monkeypatch.delitem(sys.modules, JOB_FILE)
