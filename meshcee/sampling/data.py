@@ -124,10 +124,11 @@ def _stack(items: Sequence[Any], path: str) -> Any:
 def _check_parts(items: Sequence[Any], path: str) -> None:
     """UsageError where samples have other parts here than the first, which is a dict, a tuple or a list."""
     first, advice = items[0], "give all samples the same structure"
+    kind: Any = Mapping if isinstance(first, Mapping) else tuple | list
     for item in items:
-        if not isinstance(item, Mapping if isinstance(first, Mapping) else tuple | list):
+        if not isinstance(item, kind):
             said = f"a {type(first).__name__} and a {type(item).__name__}"
-        elif isinstance(first, Mapping) and (other := item.keys() ^ first.keys()):
+        elif kind is Mapping and (other := item.keys() ^ first.keys()):
             said = f"not all have {', '.join(sorted(map(str, other))):.200}"
         elif len(item) != len(first):
             said, advice = f"{len(first)} and {len(item)} elements", "pad them, or say collate"

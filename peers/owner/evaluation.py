@@ -101,9 +101,7 @@ class Outputs:
                 found[name] = float(metric(output, target))
         return values, found
 
-    def _joined(
-        self, target: Any, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]
-    ) -> list[Any]:
+    def _joined(self, target: Any, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]) -> list[Any]:
         """Of the whole micro-batch, from those of the members of a group that have rows of it."""
         if len(rows) == 1:
             return list(parts[0])

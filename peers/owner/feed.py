@@ -234,7 +234,8 @@ class Feed:
             what = f"step {round.step + 1}{', evaluation' if round.forward_only else ''}, micro-batch {micro + 1}"
             raise UsageError(f"{what}: {said}")
         if round.forward_only and self._keeps_targets:
-            own = {name: tensor.clone() for name, tensor in inputs_of((None, batch[1])).items()}  # a loss may write there
+            # Cloned: a loss may write there.
+            own = {name: tensor.clone() for name, tensor in inputs_of((None, batch[1])).items()}
             self._targets[round.number, micro] = rebuild(batch[1], "y", own)
         return found
 

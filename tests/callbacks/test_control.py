@@ -136,8 +136,9 @@ class Told(Control):
     def stop(self) -> None:
         self.told.append(("stop", self.steps))
 
-    def scale_lr(self, *about: Any, **more: Any) -> None:
+    def scale_lr(self, times: float, *, least: float = 0.0, step: int | None = None) -> int:
         self.told.append(("lower", self.steps))
+        return self.steps
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])

@@ -190,7 +190,9 @@ def test_samples_that_each_process_has_made_for_itself_are_refused(
     job = job_of(import_job_file(str(file)).Rows(), workers=1)
     with readers_of(job) as readers:
         if repeats:
-            with pytest.raises(UsageError, match=r"workers=1: a process that reads gives another data\[i\] than this one"):
+            with pytest.raises(
+                UsageError, match=r"workers=1: a process that reads gives another data\[i\] than this one"
+            ):
                 readers.take(0, MICRO)
         else:
             assert readers.take(0, MICRO) is not None
