@@ -364,6 +364,7 @@ def _pair(model: nn.Module, samples: list[Any]) -> tuple[Any, Any]:
     """Of rows that are dicts x is their columns, each one tensor, and y the label, else all columns again."""
     if not isinstance(samples[0], Mapping):
         return _collate([s[0] for s in samples]), _collate([s[1] for s in samples])
+    _check_parts(samples)
     x, y = (
         {k: None if v is None else torch.stack([torch.as_tensor(s[k]) for s in samples]) for k, v in samples[0].items()}
         for _ in range(2)
@@ -379,11 +380,21 @@ def _pair(model: nn.Module, samples: list[Any]) -> tuple[Any, Any]:
 
 def _collate(items: list[Any]) -> Any:
     first = items[0]
+    if isinstance(first, dict | tuple | list):
+        _check_parts(items)
     if isinstance(first, dict):
         return {key: _collate([item[key] for item in items]) for key in first}
     if isinstance(first, tuple | list):
         return _like(first, (_collate(list(column)) for column in zip(*items)))
     return None if first is None else torch.stack([torch.as_tensor(item) for item in items])
+
+
+def _check_parts(items: list[Any]) -> None:
+    """UsageError where not all of these have the names, or the number of elements, that the first has."""
+    first = items[0]
+    kind, parts = (Mapping, set) if isinstance(first, Mapping) else (tuple | list, len)
+    if any(not isinstance(item, kind) or parts(item) != parts(first) for item in items):
+        raise UsageError("samples differ in their names or numbers of elements: pad them, or say collate")
 
 
 def _tensors(tree: Any) -> Any:

@@ -26,7 +26,7 @@ RULE: Any = torch.optim.lr_scheduler.ReduceLROnPlateau
 
 
 class _OnMetric(Callback, ABC):
-    """`_hear` gets one value an evaluation, in order; after `_restart` they come from the first on."""
+    """`_hear` gets one value an evaluation, in order, NaN for an infinite one; after `_restart` they come from the first on."""
 
     def __init__(self, metric: str, mode: str) -> None:
         if mode not in ("min", "max"):
@@ -59,7 +59,7 @@ class _OnMetric(Callback, ABC):
             for known, heard in counting:
                 self._tell(known, heard)
         self._heard.append((steps, value))
-        return self._hear(steps, value)
+        return self._hear(steps, value if math.isfinite(value) else math.nan)  # all that reports keep of it
 
     @abstractmethod
     def _restart(self) -> None: ...

@@ -18,7 +18,7 @@ from meshcee.job import Job
 from meshcee.sampling.order import read
 from meshcee.sampling.source import inputs_of_one
 
-__all__ = ["FED", "MOST_BYTES", "repeats", "unrepeatable"]
+__all__ = ["FED", "MOST_BYTES", "alike", "repeats", "unrepeatable"]
 
 log = structlog.get_logger()
 
@@ -65,7 +65,7 @@ def unrepeatable(job: Job) -> str | None:
         if any(look.in_threads for look in looks):
             return _IN_THREADS
         for i, samples in enumerate(zip(*(look.samples for look in looks))):
-            if not _alike(*(inputs_of_one(job, sample) for sample, _ in samples)):
+            if not alike(*(inputs_of_one(job, sample) for sample, _ in samples)):
                 return _ANOTHER.format(i)
         return None
     indices = sorted({k * len(job.data) // LOOKED_AT for k in range(LOOKED_AT)})
@@ -75,7 +75,7 @@ def unrepeatable(job: Job) -> str | None:
         first[i] = _sample(job, i)
         if len(first) >= AT_LEAST and time.monotonic() - began_s > LOOK_S:
             break
-    return next((_ANOTHER.format(i) for i in reversed(first) if not _alike(first[i], _sample(job, i))), None)
+    return next((_ANOTHER.format(i) for i in reversed(first) if not alike(first[i], _sample(job, i))), None)
 
 
 _ANOTHER = (
@@ -101,8 +101,8 @@ def _sample(job: Job, index: int) -> Raw:
         raise UsageError(f"data[{index}] failed: {type(error).__name__}: {error}") from error
 
 
-def _alike(one: Raw, other: Raw) -> bool:
-    """By bytes: what is not a number equals itself."""
+def alike(one: Raw, other: Raw) -> bool:
+    """Whether two micro-batches are the same by bytes: what is not a number equals itself."""
     return one.keys() == other.keys() and all(
         a.dtype == (b := other[name]).dtype and a.shape == b.shape and torch.equal(flat_bytes(a), flat_bytes(b))
         for name, a in one.items()

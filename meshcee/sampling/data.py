@@ -112,11 +112,29 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[Row, Any]:
 
 def _stack(items: Sequence[Any], path: str) -> Any:
     first = items[0]
+    if isinstance(first, Mapping | tuple | list):
+        _check_parts(items, path)
     if isinstance(first, Mapping):
         return {k: _stack([item[k] for item in items], f"{path}.{k}") for k in first}
     if isinstance(first, tuple | list):
         return _like(first, (_stack([item[i] for item in items], f"{path}.{i}") for i in range(len(first))))
     return _tensor(items, path)
+
+
+def _check_parts(items: Sequence[Any], path: str) -> None:
+    """UsageError where samples have other parts here than the first, which is a dict, a tuple or a list."""
+    first, advice = items[0], "give all samples the same structure"
+    kind: Any = Mapping if isinstance(first, Mapping) else tuple | list
+    for item in items:
+        if not isinstance(item, kind):
+            said = f"a {type(first).__name__} and a {type(item).__name__}"
+        elif kind is Mapping and (other := item.keys() ^ first.keys()):
+            said = f"not all have {', '.join(sorted(map(str, other))):.200}"
+        elif len(item) != len(first):
+            said, advice = f"{len(first)} and {len(item)} elements", "pad them, or say collate"
+        else:
+            continue
+        raise UsageError(f"samples cannot be stacked at {path}: {said}; {advice}")
 
 
 def _like(given: Sequence[Any], parts: Iterable[Any]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from typing import Any
@@ -19,8 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.job import Job
-from meshcee.sampling.data import batch_of
-from meshcee.sampling.source import indices_of
+from meshcee.sampling.again import alike
+from meshcee.sampling.data import batch_of, inputs_of
+from meshcee.sampling.source import indices_of, source_of
 from meshcee.user_code import JOB_FILE, import_job_file
 
 __all__ = ["Readers"]
@@ -34,16 +36,23 @@ class Readers:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._lock = threading.Lock()  # an epoch that has ended may still be reading beside the next one
         self._order = _Order(job)
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] = iter(())
         self._next = 0  # the step whose micro-batches come next
+        self._untried = job.workers  # processes of which no micro-batch was held against this one's
 
     def take(self, step: int, micro_batch: int) -> list[tuple[Any, Any]] | None:
         """The stacked micro-batches of a step; None for one that is over, which the caller reads by itself.
 
-        UsageError: what a read has raised, or data that cannot travel.
+        One thread at a time takes; who asks for the same step meanwhile gets None. UsageError: what a read has raised, data that
+        cannot travel, or samples that this process reads otherwise.
         """
+        with self._lock:
+            return self._take(step, micro_batch)
+
+    def _take(self, step: int, micro_batch: int) -> list[tuple[Any, Any]] | None:
         if self._loader is not None and step < self._next:
             return None
         if self._loader is None or step > self._next:
@@ -59,7 +68,22 @@ class Readers:
         for one in found:
             if isinstance(one, _Failed):
                 raise UsageError(one.text)
+        for k, one in enumerate(found[: self._untried]):  # the processes take turns, so each is among the first
+            self._compare(step, k * micro_batch, micro_batch, one)
+            self._untried -= 1
         return found
+
+    def _compare(self, step: int, first: int, size: int, found: tuple[Any, Any]) -> None:
+        """UsageError where this process reads these samples otherwise, and the same twice: else again.py has told of them."""
+
+        def here() -> dict[str, torch.Tensor]:
+            return inputs_of(source_of(self._job).batch(step, first, first + size))
+
+        if not alike(inputs_of(found), own := here()) and alike(own, here()):
+            raise UsageError(
+                f"workers={self._job.workers}: a process that reads gives another data[i] than this one: make what it reads in "
+                "the data's `__init__`, or seed it"
+            )
 
     def _start(self) -> None:
         if self._loader is None:

@@ -95,11 +95,11 @@ class Stream:
             raise UsageError(f"data, samples {first + 1} to {end} of step {step + 1}: {error}") from error
 
     def state(self, step: int) -> dict[str, Any]:
-        if not (0 <= step < self._job.steps) or step not in self._marks:
+        if step not in self._marks:
             return {}
         if self._marks[step].state and not self._marks[step].check:
-            # A run that was stopped: what it would have read next tells whether the state is right. Of a set without a state
-            # nothing is read, as its next samples may be others when it goes on.
+            # A run that was stopped, or is over and may get more steps: what it would have read next tells whether the state is
+            # right. Of a set without a state nothing is read, as its next samples may be others when it goes on.
             with contextlib.suppress(UsageError):
                 self.samples(step, 0, 1)
         mark = self._marks[step]

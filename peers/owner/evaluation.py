@@ -42,7 +42,7 @@ class EvaluationFeed(Feed):
 class Outputs:
     """The outputs of evaluations as they arrive, measured once all rows of a micro-batch are here; none is kept.
 
-    `in_users_thread` runs what is the user's: metrics, and reading targets. `hear` gets (micro, [loss, *outputs]).
+    `in_users_thread` runs what is the user's: metrics and weights. `hear` gets (micro, [loss, *outputs]).
     """
 
     def __init__(
@@ -90,20 +90,18 @@ class Outputs:
         self, round: Round, micro: int, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]
     ) -> tuple[list[Any], dict[str, float]]:
         """[loss, *outputs] of the micro-batch, its loss and the job's own metrics."""
-        values = self._joined(round, micro, parts, rows)
+        target = self._feed.target(round, micro)  # not read again: it may be another one
+        values = self._joined(target, parts, rows)
         found = {"loss": float(values[0])}
         if not self._job.metrics:
             return values, found
         output = self._captured.output_of(values[1:])
-        _, target = self._feed.samples(round, micro)
         for name, metric in self._job.metrics.items():
             with calling(f"metric {name!r}"):
                 found[name] = float(metric(output, target))
         return values, found
 
-    def _joined(
-        self, round: Round, micro: int, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]
-    ) -> list[Any]:
+    def _joined(self, target: Any, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]) -> list[Any]:
         """Of the whole micro-batch, from those of the members of a group that have rows of it."""
         if len(rows) == 1:
             return list(parts[0])
@@ -111,7 +109,7 @@ class Outputs:
         program = self._captured.evaluate
         cuts = divided(program, program.outputs[1:])
         columns = list(zip(*(parts[k] for k in sorted(parts)), strict=True))
-        shares = self._feed.row_shares(round, micro, rows)
+        shares = self._feed.target_shares(target, rows)
         # The loss of a part without targets is 0 / 0.
         loss = sum(loss.double() * shares[k] for k, loss in zip(sorted(parts), columns[0]) if shares[k])
         whole = [c[0] if cut.dim is None else torch.cat(c, cut.dim) for c, cut in zip(columns[1:], cuts)]

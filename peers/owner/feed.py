@@ -17,7 +17,7 @@ import torch
 from meshcee.callbacks import Callback, Control, Listeners
 from meshcee.capture import Capture
 from meshcee.capture.export import Unchanged
-from meshcee.errors import JoinError, UsageError
+from meshcee.errors import JoinError, ProtocolError, UsageError
 from meshcee.events import Event
 from meshcee.job import At, Job, shares_of
 from meshcee.plan import Plan, Stage
@@ -133,6 +133,8 @@ class Feed:
         self._fed = fed
         self._reads_whole = fed is not None or job.workers > 0 or job.streams or job.collate is not None
         self._whole: dict[int, list[tuple[Any, Any]]] = {}  # micro-batches of steps that are read once: those being fed
+        self._keeps_targets = bool(job.metrics) or job.weight is not None
+        self._targets: dict[tuple[int, int], Any] = {}  # of evaluations that are under way, by round and micro-batch
         self.steering = steering or Steering(job)
         self.supply: Supply | None = None  # of training, where the data is elsewhere
         self._was_idle = False  # for a step whose weights are all 0
@@ -226,11 +228,27 @@ class Feed:
 
     def inputs(self, round: Round, micro: int) -> Mapping[str, torch.Tensor]:
         """The raw inputs of one micro-batch by the names that the graph gives them. UsageError where the graph has other sizes."""
-        found = self._capture.inputs_of(self.samples(round, micro))
+        batch = self.samples(round, micro)
+        found = self._capture.inputs_of(batch)
         if said := self._capture.misfit(found, forward_only=round.forward_only):
             what = f"step {round.step + 1}{', evaluation' if round.forward_only else ''}, micro-batch {micro + 1}"
             raise UsageError(f"{what}: {said}")
+        if round.forward_only and self._keeps_targets:
+            # Cloned: a loss may write there.
+            own = {name: tensor.clone() for name, tensor in inputs_of((None, batch[1])).items()}
+            self._targets[round.number, micro] = rebuild(batch[1], "y", own)
         return found
+
+    def target(self, round: Round, micro: int) -> Any:
+        """The y of a micro-batch of an evaluation as `inputs` has read it, once; None where neither metrics nor weights need it.
+
+        ProtocolError where it was not read: then nobody can have computed with it.
+        """
+        if not self._keeps_targets:
+            return None
+        if (round.number, micro) not in self._targets:
+            raise ProtocolError(f"it answered for micro-batch {micro} of round {round.number}, which was not fed yet")
+        return self._targets.pop((round.number, micro))
 
     def portions(self, round: Round, plan: Plan, counts: Sequence[int] = ()) -> tuple[Portion, ...]:
         """For each pipeline its part of the round: of a step so many micro-batches, if they are not to be the plan's."""
@@ -255,6 +273,10 @@ class Feed:
     def row_shares(self, round: Round, micro: int, rows: Sequence[tuple[int, int]]) -> list[float]:
         """What the loss of each of these parts of a micro-batch counts for in the loss of the whole."""
         return loss_shares(self._job, rows, lambda *part: self.samples(round, micro, part)[1])
+
+    def target_shares(self, target: Any, rows: Sequence[tuple[int, int]]) -> list[float]:
+        """The same of a target that is here."""
+        return loss_shares(self._job, rows, lambda *part: _rows_of((None, target), part)[1])
 
     def _weights(self, step: int) -> tuple[float, ...]:
         """What each micro-batch's loss is multiplied by (DESIGN: n_m / N, 1 for sums, or the job's own weights)."""

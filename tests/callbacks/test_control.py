@@ -125,6 +125,40 @@ def test_a_rule_that_hears_of_no_evaluation_until_the_end_is_told_of() -> None:
     assert [line["callback"] for line in logged if line["event"] == Event.EVALUATED_ONCE] == ["EarlyStop"]
 
 
+class Told(Control):
+    """What a rule asks for, and after how many steps."""
+
+    def __init__(self) -> None:
+        super().__init__(metrics=["loss"])
+        self.told: list[tuple[str, int]] = []
+        self.steps = 0
+
+    def stop(self) -> None:
+        self.told.append(("stop", self.steps))
+
+    def scale_lr(self, times: float, *, least: float = 0.0, step: int | None = None) -> int:
+        self.told.append(("lower", self.steps))
+        return self.steps
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan])
+def test_behind_a_value_that_is_not_finite_a_resumed_run_goes_on_as_it_would_have(mode: Any, odd: float) -> None:
+    """Its reports say null."""
+    values = [odd, 2.0, odd, 2.0, 2.0, 2.0, 2.0]
+    found = []
+    for begun in range(4):
+        rules, run = (EarlyStop(mode=mode, patience=4), ReduceOnPlateau(mode=mode, patience=2)), Told()
+        for rule in rules:
+            reports = [{"step": k, "metrics": {"loss": None if v is odd else v}} for k, v in enumerate(values[:begun])]
+            rule.on_resume(run, reports)
+            for run.steps in range(begun, len(values)):
+                rule.on_evaluate(run, SimpleNamespace(step=run.steps, metrics={"loss": values[run.steps]}))
+        found.append((run.told, rules[0].best))
+    assert found == found[:1] * 4
+    assert found[0][1] == (2, 2.0)
+
+
 @given(st.lists(st.floats(1e-9, 1.0), min_size=1, max_size=4), st.floats(0.0, 1.0), st.floats(0.01, 0.99))
 def test_a_plateau_raises_no_rate_and_lowers_each_as_torch_does(
     groups: list[float], least: float, factor: float

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +103,24 @@ def test_samples_are_those_that_this_process_would_read_from_whatever_step_on() 
     assert torch.equal(torch.get_rng_state(), before), "nothing was drawn from this process's generator"
 
 
+class Slow(Augmented):
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.05)
+        return super().__getitem__(i)
+
+
+def test_of_two_threads_that_want_a_step_one_has_the_whole_of_it() -> None:
+    """An epoch that has ended may still be reading beside the next one."""
+    job = job_of(Slow())
+    with readers_of(job) as readers:
+        with ThreadPoolExecutor(2) as pool:
+            one, other = pool.map(lambda step: readers.take(step, MICRO), (0, 0))
+        found = one or other
+        assert same(found, read_here(job, 0))
+        assert None in (one, other), "it is over for the second"
+        assert same(readers.take(1, MICRO), read_here(job, 1)), "later steps have their own samples"
+
+
 def test_what_a_read_raises_is_told_with_its_sample_step_and_line() -> None:
     job = job_of(Augmented(bad=17))
     step = next(s for s in range(job.steps) if 17 in draw(job.seed, 48, 8, s))
@@ -150,4 +170,30 @@ def test_a_class_of_the_jobs_own_file_is_found_by_every_process(
     job = job_of(import_job_file(str(file)).Rows())
     with readers_of(job) as readers:
         assert same(readers.take(0, MICRO), read_here(job, 0))
+    monkeypatch.delitem(sys.modules, JOB_FILE)
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_samples_that_each_process_has_made_for_itself_are_refused(
+    repeats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not those that no process reads twice: they are told of before, and what is fed of them is kept."""
+    monkeypatch.delitem(sys.modules, JOB_FILE, raising=False)
+    file = tmp_path / "job.py"
+    file.write_text(
+        "import random\nimport torch\n"
+        "OFFSET = random.Random()\nFIXED = OFFSET.random()\n"
+        "class Rows:\n"
+        "    def __len__(self): return 48\n"
+        f"    def __getitem__(self, i): x = torch.randn(6) + {'FIXED' if repeats else 'OFFSET.random()'}; return x, x[:1]\n"
+    )
+    job = job_of(import_job_file(str(file)).Rows(), workers=1)
+    with readers_of(job) as readers:
+        if repeats:
+            with pytest.raises(
+                UsageError, match=r"workers=1: a process that reads gives another data\[i\] than this one"
+            ):
+                readers.take(0, MICRO)
+        else:
+            assert readers.take(0, MICRO) is not None
     monkeypatch.delitem(sys.modules, JOB_FILE)

@@ -19,7 +19,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import default_collate
 
+from meshcee.eager import plain_steps
 from meshcee.errors import UsageError
+from meshcee.job import Job
+from meshcee.optim import Optimizer
 from meshcee.sampling import batched, call_model, inputs_of, rebuild
 from meshcee.sampling.order import draw, read
 
@@ -170,6 +173,28 @@ def test_a_named_tuple_stays_one(collates: bool) -> None:
     again = rebuild(y, "y", {name: tensor[1:] for name, tensor in inputs_of((None, y)).items()})
     assert type(again["boxes"]) is Boxes
     assert again["boxes"].corners.tolist() == [[1.0] * 4, [2.0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "says"),
+    [
+        ((1.0, 2.0), (1.0, 2.0, 3.0), "at x: 2 and 3 elements; pad them, or say collate"),
+        ([1.0, 2.0], [1.0], "at x: 2 and 1 elements; pad them"),
+        ({"a": 1.0}, {"a": 1.0, "b": 2.0}, "at x: not all have b; give all"),
+        ({"a": 1.0, "b": 2.0}, {"b": 2.0}, "at x: not all have a; give all"),
+        ({"a": (1.0,)}, {"a": (1.0, 2.0)}, r"at x\.a: 1 and 2 elements"),
+        ({"a": 1.0}, [1.0], "at x: a dict and a list; give all samples"),
+        ((1.0,), None, "at x: a tuple and a NoneType"),
+        ((1.0,), {0: 1.0}, "at x: a tuple and a dict"),
+    ],
+)
+def test_samples_of_other_parts_are_refused_and_not_cut(first: Any, other: Any, says: str) -> None:
+    data = [(first, 0.0), (other, 0.0)]
+    with pytest.raises(UsageError, match=f"samples cannot be stacked {says}"):
+        batched(data, 0)
+    job = Job(nn.Linear(1, 1), nn.functional.mse_loss, data, Optimizer("SGD", lr=0.1), batch_size=2, steps=1, seed=0)
+    with pytest.raises(UsageError, match="differ in their names or numbers of elements"):
+        next(plain_steps(job))
 
 
 def test_rows_that_are_dicts_are_a_pair() -> None:

@@ -139,6 +139,22 @@ def test_a_set_with_a_state_goes_there_at_once_and_its_samples_are_not_read_agai
     assert reads[1] <= 3 * LOOKED_AT + BATCH
 
 
+@pytest.mark.parametrize("kind", [Plain, Counted])
+def test_a_run_that_is_over_goes_on_behind_its_last_sample_when_it_gets_more_steps(kind: type[Plain]) -> None:
+    source = source_of(job_of(kind(1000), steps=100))
+    for step in range(100):
+        source.samples(step, 0, BATCH)
+    state = json.loads(json.dumps(source.state(100)))
+    later = job_of(kind(1000), steps=110)
+    other = source_of(later)
+    other.go_on(100, state)
+    with capture_logs() as logged:
+        found = other.samples(100, 0, BATCH)
+    assert found == source_of(job_of(kind(1000), steps=110)).samples(100, 0, BATCH)
+    assert {entry["event"] for entry in logged} == ({READ_AGAIN} if kind is Plain else set())
+    assert kind is Plain or len(later.data.reads) <= 3 * LOOKED_AT + BATCH
+
+
 def test_a_state_that_is_no_plain_data_is_not_kept() -> None:
     class Odd(Counted):
         def state_dict(self) -> dict[str, Any]:

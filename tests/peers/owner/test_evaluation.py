@@ -15,6 +15,7 @@ from meshcee.equality import why_not_shared
 from meshcee.errors import ProtocolError, UsageError
 from meshcee.job import Job
 from peers.member.coding import Coding
+from peers.owner.evaluation import EvaluationFeed
 from peers.wire import messages
 from tests.peers.member.test_training import Net, Pairs, make_job
 
@@ -93,6 +94,61 @@ async def test_a_summed_loss_is_evaluated_as_the_mean_per_sample(micro: int) -> 
     output = torch.cat(eager(job.model, data, micro))
     target = torch.tensor([data[i][1] for i in range(10)])
     assert found["loss"] == pytest.approx(float(torch.nn.functional.cross_entropy(output, target)), rel=1e-6)
+
+
+class Unseeded:
+    """(x, x) of a generator of its own: another one each time that it is read."""
+
+    def __init__(self) -> None:
+        self.own = torch.Generator().manual_seed(1)
+
+    def __len__(self) -> int:
+        return 28
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(4, generator=self.own)
+        return x, x
+
+
+class Identity(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one * x
+
+
+def far(output: torch.Tensor, target: torch.Tensor) -> float:
+    return float((output - target).abs().max())
+
+
+def of_its_own(**changes: Any) -> Job:
+    settings = {"model": Identity(), "loss": torch.nn.functional.mse_loss, "data": Unseeded(), "schedule": None}
+    return job_of(**settings, **changes)
+
+
+async def test_metrics_are_of_the_samples_that_were_fed() -> None:
+    async with meshcee.join(local=1) as mesh:
+        found = await mesh.evaluate(of_its_own(metrics={"far": far}), Unseeded(), stages=1)
+    assert found == {"loss": 0.0, "far": 0.0}
+
+
+@pytest.mark.parametrize("needed", [{"metrics": {"far": far}}, {"weight": torch.numel}, {}])
+def test_a_target_is_kept_until_it_is_asked_for_once(needed: dict[str, Any]) -> None:
+    job = of_its_own(eval_data=Unseeded(), **needed)
+    feed = EvaluationFeed(job, capture(job), 6)
+    round = next(feed.rounds())
+    for micro in (1, 0):
+        inputs = feed.inputs(round, micro)
+        if needed:
+            target = feed.target(round, micro)
+            assert torch.equal(target, inputs["x"])
+            assert feed.target_shares(target, [(0, 1), (1, len(target))]) == [1 / len(target), 1 - 1 / len(target)]
+            with pytest.raises(ProtocolError, match="not fed"):
+                feed.target(round, micro)
+        else:
+            assert feed.target(round, micro) is None
 
 
 class Noise(torch.nn.Module):
