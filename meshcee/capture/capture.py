@@ -140,6 +140,11 @@ class Capture:
         program = self.evaluate if forward_only and self.evaluate is not None else self.train
         for name, value in ((entry.name, entry.value) for entry in program.inputs if entry.kind == "raw"):
             given = inputs.get(name)
+            if given is not None and given.dim() == len(value.shape) and (least := value.short_of(given)):
+                return (
+                    f"{name} is {_said(given.dtype, given.shape)}, and the model takes another way for lengths under {least}: "
+                    f"pad to {least}, or write it for all lengths"
+                )
             if given is None or not value.admits(given):
                 sized = given is not None and given.dtype == value.dtype
                 padded, typed = (
@@ -349,7 +354,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
             _eagerly(model, job, example)
         raise
     reached = analysis.reached(program.nodes, program.outputs[0])
-    return Capture(
+    found = Capture(
         train=program,
         evaluate=evaluation,
         costs=_costs(program, analysis),
@@ -363,6 +368,10 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         rounded=rounded,
         built=None if recorder is None else model,
     )
+    for inputs in probed:
+        if any(x.kind == "raw" and x.value.short_of(inputs[x.name]) for x in program.inputs):
+            raise CaptureError(f"a sample of data: {found.misfit(inputs)}")
+    return found
 
 
 @generators_put_back()

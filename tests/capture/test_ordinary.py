@@ -288,6 +288,28 @@ def test_a_table_of_positions_limits_the_lengths_that_vary() -> None:
     assert [d.limit for x in capture(job).train.inputs for d in x.value.shape if isinstance(d, Free)] == [20]
 
 
+class Windowed(Table):
+    """What is longer than its window is cut."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[:, -6:] if x.shape[1] > 6 else x)
+
+
+@pytest.mark.parametrize("long", [1, 24])
+def test_a_branch_on_the_length_is_refused_where_a_sample_goes_the_other_way(long: int) -> None:
+    """All samples that capture looks at may be long: then a shorter micro-batch has a reason."""
+    data = [(torch.ones(8 + i % 3 if i < long else 4 + i % 7), torch.ones(())) for i in range(24)]
+    job = job_of(Windowed(), data=data, batch_size=4, micro_batch_size=1)
+    if long == 1:
+        with pytest.raises(CaptureError, match=r"x is .* another way for lengths under 7: pad to 7, or write it for"):
+            capture(job)
+        return
+    found = capture(job)
+    target = torch.ones(1)
+    assert found.misfit({"x": torch.ones(1, 7), "y": target}) is None
+    assert "for lengths under 7: pad to 7" in str(found.misfit({"x": torch.ones(1, 6), "y": target}))
+
+
 @pytest.mark.parametrize("offsets", [[2, 2, 5, 6], [2, 1, 5, 7], [-1, 2, 5, 7], [2, 2, 5, 9]])
 def test_a_peer_computes_experts_only_over_all_rows(offsets: list[int]) -> None:
     """The kernel would leave rows as memory that nobody wrote."""
