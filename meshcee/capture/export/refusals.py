@@ -425,6 +425,21 @@ def refuse_modules(model: nn.Module, loss: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise _hooked(f"parameter {name!r} has a hook")
+    _refuse_renamed(model)
+
+
+def _refuse_renamed(model: nn.Module) -> None:
+    """What a state_dict has under another name alone would be in no result: those have the model's own names."""
+    entries = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    own = {id(tensor): name for name, tensor in entries}
+    kept = {key: id(tensor) for key, tensor in model.state_dict(keep_vars=True).items()}
+    told = {tensor for key, tensor in kept.items() if key in dict(entries)}
+    for key, tensor in kept.items():
+        if tensor in own and tensor not in told:
+            raise CaptureError(
+                f"model.state_dict() calls {own[tensor]!r} {key!r}, and results have the model's own names: leave out what renames "
+                "it; for torch's checkpoint_wrapper call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in forward"
+            )
 
 
 @contextlib.contextmanager
