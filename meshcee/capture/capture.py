@@ -57,7 +57,7 @@ from meshcee.capture.graph import (
 )
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
-from meshcee.capture.outputs import put_together, taken_apart
+from meshcee.capture.outputs import no_loss, put_together, taken_apart
 from meshcee.config import Limits
 from meshcee.eager import (
     HALVES,
@@ -211,33 +211,18 @@ class _WithLoss(nn.Module):
                 n: t.to(torch.bfloat16) if n.split(".")[0] == "x" and t.is_floating_point() else t
                 for n, t in tensors.items()
             }
-        with keeping(self, self.rebound), faithful(self.model), causal_masks(self.model, self._real), _as_in_eager():
+        told = faithful(self.model, evaluate=self._evaluate)
+        with keeping(self, self.rebound), told, causal_masks(self.model, self._real), _as_in_eager():
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
             loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            raise CaptureError(f"loss(output, target) {_no_loss(loss, output, x)}")
+            raise CaptureError(f"loss(output, target) {no_loss(loss, output, x)}")
         refuse_functions(loss)
         if not self._evaluate:
             return (loss,)
         found: list[torch.Tensor] = []
         self.seen.form = taken_apart(output, found)
         return (loss, *found)
-
-
-def _no_loss(loss: Any, output: Any, x: Any) -> str:
-    """What a loss that is no scalar tensor is, and what to write."""
-    has_none = getattr(output, "loss", 0) is None or (isinstance(output, Mapping) and output.get("loss", 0) is None)
-    if loss is None and has_none and not (isinstance(x, Mapping) and "labels" in x):
-        return (
-            "returns None, as the model got no `labels` and computed no loss: rename that column of data[i] to `labels`, or "
-            "return a loss of output and target"
-        )
-    if loss is None:
-        return "returns None: end it with `return` and a loss of output and target"
-    if isinstance(loss, Mapping | list | tuple):
-        names = f" of {', '.join(map(repr, loss))}" if isinstance(loss, Mapping) else ""
-        return f"returns a {type(loss).__name__}{names:.200}: return one of its numbers, or their sum"
-    return "must return a scalar tensor; use .mean() or .sum(), not .item()"
 
 
 @contextlib.contextmanager
