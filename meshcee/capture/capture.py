@@ -42,6 +42,7 @@ from meshcee.capture.export import (
     refuse_modules,
     refuse_overlaps,
     refuse_settings,
+    refuse_shared,
     settled,
 )
 from meshcee.capture.graph import (
@@ -334,6 +335,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
                 evaluation = _overlay(_export(eval_wrap, example, names, varying, most), program)
                 _accepted(evaluation)
                 form = eval_wrap.seen.form
+            refuse_shared((program, evaluation) if evaluation else (program,), data_rules.inputs_of(example))
     except CaptureError:
         if recorder is None and job.precision == "fp32":
             _eagerly(model, job, example)

@@ -271,6 +271,32 @@ def test_an_input_may_be_none() -> None:
         capture(job_of(Scaled(), data=mixed))
 
 
+class Clamps(Scaled):
+    """It writes to its samples."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x.clamp_(-0.1, 0.1), scale)
+
+
+@pytest.mark.parametrize("given", ["a tensor", "views", "an array"])
+def test_a_target_in_the_memory_of_a_sample_that_forward_writes_is_refused(given: str) -> None:
+    def shared(rows: list[Any]) -> tuple[Any, Any]:
+        stacked = torch.stack(rows)
+        whole = stacked.numpy() if given == "an array" else stacked
+        return (whole[:, :-1], whole[:, 1:]) if given == "views" else (whole, whole)
+
+    def apart(rows: list[Any]) -> tuple[Any, Any]:
+        x, y = shared(rows)
+        return x, y.copy() if given == "an array" else y.clone()
+
+    torch.manual_seed(1)
+    data = list(torch.randn(24, WIDTH + (given == "views")))
+    with pytest.raises(CaptureError, match=r"collate gives x and y the same memory.*: return y\.clone\(\)"):
+        capture(job_of(Clamps(), data=data, collate=shared))
+    capture(job_of(Scaled(), data=data, collate=shared))  # neither of these is refused
+    capture(job_of(Clamps(), data=data, collate=apart))
+
+
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
