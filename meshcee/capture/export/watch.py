@@ -271,6 +271,7 @@ def eager_runs(
                 fakes[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if own else empty
             entries[path] = fakes[id(tensor)]
         names: dict[int, str] = {}
+        known = {path for path, _ in _entries(module)}
         with _reparametrize_module(module, entries):
             for _ in range(times):
                 run = Run()
@@ -282,6 +283,8 @@ def eager_runs(
                 names |= raw
                 with torch.enable_grad(), _seedings() as seeded, _Naming(run, names, seeded) as naming:
                     loss = module(*inputs.values())[0]
+                if made := [path for path, _ in module.named_buffers(remove_duplicate=False) if path not in known]:
+                    raise CaptureError(f"forward makes a buffer {made[0].removeprefix('model.')!r}; {AFTER_ONE_BATCH}")
                 buffers = {name_of(path): t for path, t in module.named_buffers(remove_duplicate=False)}
                 run.end(naming, loss, buffers)
                 for path, tensor in module.named_buffers(remove_duplicate=False):

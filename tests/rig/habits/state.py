@@ -187,6 +187,28 @@ class LazyCache(Blocks):
         return self.h(self.b(x + self.pos))
 
 
+@habit("vec", "cls", refused="forward makes a buffer 'mask'; run one batch")
+class LazyBuffer(Blocks):
+    """a buffer that the first call registers"""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", None)
+
+    def forward(self, x):
+        if self.mask is None:
+            self.register_buffer("mask", torch.ones(WIDTH), persistent=False)
+        return self.h(self.b(x) * self.mask)
+
+
+@habit("vec", "cls", refused="forward makes a buffer 'pos'; run one batch")
+class LazyNewBuffer(Blocks):
+    def forward(self, x):
+        if not hasattr(self, "pos"):
+            self.register_buffer("pos", torch.arange(WIDTH).float())
+        return self.h(self.b(x) + self.pos)
+
+
 @habit("vec", "cls")
 class LazyCacheLike(Blocks):
     """the same, of the shape of an activation and of a frozen buffer"""
