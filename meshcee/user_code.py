@@ -43,7 +43,10 @@ JOB_FILE = "job_file"  # the name under which the command line imports a job's f
 
 
 def import_job_file(path: str) -> ModuleType:
-    """Run the file as the module `JOB_FILE`, with its folder to import from and no arguments. Raises what it raises."""
+    """Run the file as the module `JOB_FILE`, with its folder to import from and no arguments. Raises what it raises.
+
+    The folder stays at the end of sys.path: functions of the file may import from there when somebody calls them.
+    """
     spec = importlib.util.spec_from_file_location(JOB_FILE, path)
     assert spec is not None
     assert spec.loader is not None
@@ -56,6 +59,8 @@ def import_job_file(path: str) -> ModuleType:
     finally:
         sys.argv = arguments
         sys.path.remove(folder)
+        if folder not in sys.path:
+            sys.path.append(folder)
     return module
 
 

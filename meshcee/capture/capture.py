@@ -42,6 +42,7 @@ from meshcee.capture.export import (
     refuse_modules,
     refuse_overlaps,
     refuse_settings,
+    refuse_shared,
     settled,
 )
 from meshcee.capture.graph import (
@@ -57,7 +58,7 @@ from meshcee.capture.graph import (
 )
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
-from meshcee.capture.outputs import put_together, taken_apart
+from meshcee.capture.outputs import no_loss, put_together, taken_apart
 from meshcee.config import Limits
 from meshcee.eager import (
     HALVES,
@@ -140,6 +141,11 @@ class Capture:
         program = self.evaluate if forward_only and self.evaluate is not None else self.train
         for name, value in ((entry.name, entry.value) for entry in program.inputs if entry.kind == "raw"):
             given = inputs.get(name)
+            if given is not None and given.dim() == len(value.shape) and (least := value.short_of(given)):
+                return (
+                    f"{name} is {_said(given.dtype, given.shape)}, and the model takes another way for lengths under {least}: "
+                    f"pad to {least}, or write it for all lengths"
+                )
             if given is None or not value.admits(given):
                 sized = given is not None and given.dtype == value.dtype
                 padded, typed = (
@@ -206,33 +212,18 @@ class _WithLoss(nn.Module):
                 n: t.to(torch.bfloat16) if n.split(".")[0] == "x" and t.is_floating_point() else t
                 for n, t in tensors.items()
             }
-        with keeping(self, self.rebound), faithful(self.model), causal_masks(self.model, self._real), _as_in_eager():
+        told = faithful(self.model, evaluate=self._evaluate)
+        with keeping(self, self.rebound), told, causal_masks(self.model, self._real), _as_in_eager():
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
             loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
-            raise CaptureError(f"loss(output, target) {_no_loss(loss, output, x)}")
+            raise CaptureError(f"loss(output, target) {no_loss(loss, output, x)}")
         refuse_functions(loss)
         if not self._evaluate:
             return (loss,)
         found: list[torch.Tensor] = []
         self.seen.form = taken_apart(output, found)
         return (loss, *found)
-
-
-def _no_loss(loss: Any, output: Any, x: Any) -> str:
-    """What a loss that is no scalar tensor is, and what to write."""
-    has_none = getattr(output, "loss", 0) is None or (isinstance(output, Mapping) and output.get("loss", 0) is None)
-    if loss is None and has_none and not (isinstance(x, Mapping) and "labels" in x):
-        return (
-            "returns None, as the model got no `labels` and computed no loss: rename that column of data[i] to `labels`, or "
-            "return a loss of output and target"
-        )
-    if loss is None:
-        return "returns None: end it with `return` and a loss of output and target"
-    if isinstance(loss, Mapping | list | tuple):
-        names = f" of {', '.join(map(repr, loss))}" if isinstance(loss, Mapping) else ""
-        return f"returns a {type(loss).__name__}{names:.200}: return one of its numbers, or their sum"
-    return "must return a scalar tensor; use .mean() or .sum(), not .item()"
 
 
 @contextlib.contextmanager
@@ -344,12 +335,13 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
                 evaluation = _overlay(_export(eval_wrap, example, names, varying, most), program)
                 _accepted(evaluation)
                 form = eval_wrap.seen.form
+            refuse_shared((program, evaluation) if evaluation else (program,), data_rules.inputs_of(example))
     except CaptureError:
         if recorder is None and job.precision == "fp32":
             _eagerly(model, job, example)
         raise
     reached = analysis.reached(program.nodes, program.outputs[0])
-    return Capture(
+    found = Capture(
         train=program,
         evaluate=evaluation,
         costs=_costs(program, analysis),
@@ -363,6 +355,10 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         rounded=rounded,
         built=None if recorder is None else model,
     )
+    for inputs in probed:
+        if any(x.kind == "raw" and x.value.short_of(inputs[x.name]) for x in program.inputs):
+            raise CaptureError(f"a sample of data: {found.misfit(inputs)}")
+    return found
 
 
 @generators_put_back()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["put_together", "taken_apart"]
+__all__ = ["no_loss", "put_together", "taken_apart"]
 
 _TENSOR = object()
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
@@ -76,3 +76,19 @@ def _like(given: Sequence[Any], parts: list[Any]) -> Any:
     if hasattr(kind, "_make"):
         return kind._make(parts)
     return parts if isinstance(given, list) else kind(parts) if hasattr(kind, "n_sequence_fields") else tuple(parts)
+
+
+def no_loss(loss: Any, output: Any, x: Any) -> str:
+    """What a loss that is no scalar tensor is, and what to write."""
+    has_none = getattr(output, "loss", 0) is None or (isinstance(output, Mapping) and output.get("loss", 0) is None)
+    if loss is None and has_none and not (isinstance(x, Mapping) and "labels" in x):
+        return (
+            "returns None, as the model got no `labels` and computed no loss: rename that column of data[i] to `labels`, or "
+            "return a loss of output and target"
+        )
+    if loss is None:
+        return "returns None: end it with `return` and a loss of output and target"
+    if isinstance(loss, Mapping | list | tuple):
+        names = f" of {', '.join(map(repr, loss))}" if isinstance(loss, Mapping) else ""
+        return f"returns a {type(loss).__name__}{names:.200}: return one of its numbers, or their sum"
+    return "must return a scalar tensor; use .mean() or .sum(), not .item()"

@@ -271,6 +271,32 @@ def test_an_input_may_be_none() -> None:
         capture(job_of(Scaled(), data=mixed))
 
 
+class Clamps(Scaled):
+    """It writes to its samples."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x.clamp_(-0.1, 0.1), scale)
+
+
+@pytest.mark.parametrize("given", ["a tensor", "views", "an array"])
+def test_a_target_in_the_memory_of_a_sample_that_forward_writes_is_refused(given: str) -> None:
+    def shared(rows: list[Any]) -> tuple[Any, Any]:
+        stacked = torch.stack(rows)
+        whole = stacked.numpy() if given == "an array" else stacked
+        return (whole[:, :-1], whole[:, 1:]) if given == "views" else (whole, whole)
+
+    def apart(rows: list[Any]) -> tuple[Any, Any]:
+        x, y = shared(rows)
+        return x, y.copy() if given == "an array" else y.clone()
+
+    torch.manual_seed(1)
+    data = list(torch.randn(24, WIDTH + (given == "views")))
+    with pytest.raises(CaptureError, match=r"collate gives x and y the same memory.*: return y\.clone\(\)"):
+        capture(job_of(Clamps(), data=data, collate=shared))
+    capture(job_of(Scaled(), data=data, collate=shared))  # neither of these is refused
+    capture(job_of(Clamps(), data=data, collate=apart))
+
+
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -286,6 +312,28 @@ def test_a_table_of_positions_limits_the_lengths_that_vary() -> None:
     job = job_of(Table(), data=data, batch_size=4, micro_batch_size=1)
     assert difference(job) == ""
     assert [d.limit for x in capture(job).train.inputs for d in x.value.shape if isinstance(d, Free)] == [20]
+
+
+class Windowed(Table):
+    """What is longer than its window is cut."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[:, -6:] if x.shape[1] > 6 else x)
+
+
+@pytest.mark.parametrize("long", [1, 24])
+def test_a_branch_on_the_length_is_refused_where_a_sample_goes_the_other_way(long: int) -> None:
+    """All samples that capture looks at may be long: then a shorter micro-batch has a reason."""
+    data = [(torch.ones(8 + i % 3 if i < long else 4 + i % 7), torch.ones(())) for i in range(24)]
+    job = job_of(Windowed(), data=data, batch_size=4, micro_batch_size=1)
+    if long == 1:
+        with pytest.raises(CaptureError, match=r"x is .* another way for lengths under 7: pad to 7, or write it for"):
+            capture(job)
+        return
+    found = capture(job)
+    target = torch.ones(1)
+    assert found.misfit({"x": torch.ones(1, 7), "y": target}) is None
+    assert "for lengths under 7: pad to 7" in str(found.misfit({"x": torch.ones(1, 6), "y": target}))
 
 
 @pytest.mark.parametrize("offsets", [[2, 2, 5, 6], [2, 1, 5, 7], [-1, 2, 5, 7], [2, 2, 5, 9]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import meshcee
 from meshcee.errors import MeshceeError
@@ -33,3 +34,12 @@ def test_another_habit_is_refused_with_what_helps(name: str) -> None:
     except MeshceeError as error:
         said = str(error)
     assert HABITS[name].refused in said
+
+
+def test_a_frozen_encoder_is_trained_where_torch_leaves_its_fused_kernels_out() -> None:
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        assert meshcee.check(job_of("FrozenEncoder"), stages=(2,), steps=STEPS).equal
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)

@@ -159,6 +159,7 @@ def test_a_class_of_the_jobs_own_file_is_found_by_every_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, JOB_FILE, raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "beside.py").write_text("OFFSET = 100.0\n")
     file = tmp_path / "my-job.py"  # no name of a module
     file.write_text(
@@ -196,4 +197,22 @@ def test_samples_that_each_process_has_made_for_itself_are_refused(
                 readers.take(0, MICRO)
         else:
             assert readers.take(0, MICRO) is not None
+    monkeypatch.delitem(sys.modules, JOB_FILE)
+
+
+def test_a_function_of_the_jobs_own_file_may_import_what_lies_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model or a sample is made long after the file was imported; what was there before comes first then."""
+    monkeypatch.delitem(sys.modules, JOB_FILE, raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "found_when_called.py").write_text("OFFSET = 100.0\n")
+    file = tmp_path / "my-job.py"
+    file.write_text("def make():\n    from found_when_called import OFFSET\n    return OFFSET\n")
+    before = [*sys.path]
+    for _ in range(2):
+        module = import_job_file(str(file))
+    assert module.make() == 100.0
+    assert sys.path == [*before, str(tmp_path.resolve())]
+    monkeypatch.delitem(sys.modules, "found_when_called")
     monkeypatch.delitem(sys.modules, JOB_FILE)

@@ -12,7 +12,7 @@ from meshcee.capture.export.remember import Remembered
 from meshcee.capture.export.settings import peers_default, refuse_settings
 from meshcee.capture.export.unchanged import Unchanged
 from meshcee.capture.export.watch import Watch, keeping
-from meshcee.capture.export.writes import refuse_overlaps, settled
+from meshcee.capture.export.writes import refuse_overlaps, refuse_shared, settled
 
 __all__ = [
     "EXAMPLES",
@@ -35,5 +35,6 @@ __all__ = [
     "refuse_modules",
     "refuse_overlaps",
     "refuse_settings",
+    "refuse_shared",
     "settled",
 ]

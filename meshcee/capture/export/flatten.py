@@ -41,6 +41,7 @@ from meshcee.user_code import Place
 __all__ = ["EXAMPLES", "Exported", "export_module", "is_factory"]
 
 EXAMPLES = 3  # samples in the example batch; not 1, which torch.export would treat as special
+UNBRANCHED = 2  # the least size that torch.export lets vary, whatever the model does
 LENGTH_MARGIN = 8  # a size that varies may be this many times that of the example, if the model takes so much
 _DROPPED = re.compile(r"aten\._assert.*|aten\.sym_constrain.*|.*_assert_scalar.*|_operator\.(and_|or_)")
 # What reads memory that nobody wrote becomes its zero-filled twin: the same to a program that fills it first. Other names of
@@ -273,6 +274,11 @@ class _Flattener:
         uppers = [self.ranges[s].upper for s in (symbol, *equal) if s in self.ranges]
         return int(min([LENGTH_MARGIN * self.hints[symbol], *(upper for upper in uppers if upper.is_finite)]))
 
+    def _least(self, symbol: Any) -> int:
+        """Under which size forward takes another way than here, by its branches; 0 where there are none."""
+        found = self.ranges[symbol].lower if symbol in self.ranges else 0
+        return int(found) if found > UNBRANCHED else 0
+
     def _dim(self, dim: Any, maker: str, place: Place) -> Dim:
         if isinstance(dim, int):
             return dim
@@ -284,7 +290,7 @@ class _Flattener:
                 hints = {s: self.hints[s] for s in each.free_symbols}
                 most = {s: self._most(s) for s in hints}
                 usual, limit = int(each.subs(hints)), int(each.subs(most))
-                return Free(max(usual, limit), usual, batch)
+                return Free(max(usual, limit), usual, batch, self._least(each))
         if {s for s in expression.free_symbols if s not in self.hints and s != self.batch_symbol}:
             advice = instead(place, "use a mask of fixed size, as torch.where does")
             raise CaptureError(f"{maker} a tensor whose size follows from values of the data; {advice}")

@@ -425,13 +425,55 @@ def refuse_modules(model: nn.Module, loss: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise _hooked(f"parameter {name!r} has a hook")
+    _refuse_renamed(model)
+
+
+def _refuse_renamed(model: nn.Module) -> None:
+    """What a state_dict has under another name alone would be in no result: those have the model's own names."""
+    entries = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    own = {id(tensor): name for name, tensor in entries}
+    kept = {key: id(tensor) for key, tensor in model.state_dict(keep_vars=True).items()}
+    told = {tensor for key, tensor in kept.items() if key in dict(entries)}
+    for key, tensor in kept.items():
+        if tensor in own and tensor not in told:
+            raise CaptureError(
+                f"model.state_dict() calls {own[tensor]!r} {key!r}, and results have the model's own names: leave out what renames "
+                "it; for torch's checkpoint_wrapper call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in forward"
+            )
+
+
+def _unfused(kind: type[nn.Module], model: nn.Module) -> Callable[..., Any]:
+    """The forward pass of torch's attention, and CaptureError where torch would go its fast way, which computes other bits."""
+    forward: Any = kind.forward
+
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        one = self.self_attn if isinstance(self, nn.TransformerEncoderLayer) else self
+        fits = one.batch_first and one.num_heads % 2 == 0 and one._qkv_same_embed_dim and one.bias_k is None
+        fits = fits and given[0].dim() == 3 and (one is not self or all(t is given[0] for t in given[:3]))
+        gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (given[0], *self.parameters()))
+        if fits and not self.training and not gradient:
+            name = next((name for name, module in model.named_modules() if module is self), "")
+            raise CaptureError(
+                f"torch computes {name or kind.__name__!r} with fused kernels{_here()}, since it is in eval mode and frozen, "
+                "and graphs have none; write torch.backends.mha.set_fastpath_enabled(False) at the top of the file"
+            )
+        return forward(self, *args, **kwargs)
+
+    return compute
 
 
 @contextlib.contextmanager
-def faithful(model: nn.Module) -> Iterator[None]:
-    """Around the forward pass that is traced: errors in words, and CaptureError for what export would leave out."""
+def faithful(model: nn.Module, *, evaluate: bool = False) -> Iterator[None]:
+    """Around the forward pass that is traced: errors in words, and CaptureError for what export would leave out.
+
+    evaluate  whether the pass is one of an evaluation, for which torch's fused kernels count as other bits
+    """
     before = _python_generators()
     with contextlib.ExitStack() as patches:
+        for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer):
+            if torch.backends.mha.get_fastpath_enabled() and not evaluate:
+                patches.enter_context(replaced(kind, "forward", _unfused(kind, model)))
         patches.enter_context(_Looking(model))
         patches.enter_context(replaced(torch.distributions.Distribution, "__init__", _unvalidated))
         for owner, name, words in _GRADIENTS:

@@ -90,7 +90,7 @@ class Remembered:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
-        self._holders.append((vars(module), dict(vars(module))))
+        self._holders += [(held, dict(held)) for held in (vars(module), module._buffers)]
         code = getattr(type(module).forward, "__code__", None)
         if _is_foreign(code):
             self._names.update(vars(module))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,8 @@ class Run:
     at: dict[str, str] = field(default_factory=dict)  # name -> the user's line
     odd: dict[str, str] = field(default_factory=dict)  # name -> what was set around the operator that made it
     hints: dict[str, str] = field(default_factory=dict)  # name -> why a graph may not have it, if it has not
+    drawn: set[str] = field(default_factory=set)  # names of random numbers
+    shaped: set[str] = field(default_factory=set)  # names whose operator reads shapes and no numbers
 
     def end(self, naming: _Naming, loss: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> None:
         self.results["the loss"] = naming.name(loss)
@@ -68,6 +70,14 @@ class Run:
                 needed.add(name)
                 waiting += self.reads.get(name, ())
         return next((name for name in self.reads if name in needed and name not in other.reads), "")
+
+    def moving(self, given: Iterable[str]) -> set[str]:
+        """The names whose numbers the next call would have otherwise: what was given or drawn, and what was made of that."""
+        found = self.drawn.union(given)
+        for name, read in self.reads.items():  # in the order of the operators
+            if name not in self.shaped and not found.isdisjoint(read):
+                found.add(name)
+        return found
 
 
 def _digest(*parts: Any) -> str:
@@ -146,6 +156,10 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._held.append(tensor.untyped_storage())
             self._run.reads[own] = tuple(before)
             self._run.at[own], self._run.odd[own] = line, odd
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                self._run.drawn.add(own)
+            if name.endswith("_like") or name.startswith("aten::new_"):
+                self._run.shaped.add(own)
             if hint := self._hint(name, before):
                 self._run.hints[own] = hint
         return out
@@ -257,15 +271,20 @@ def eager_runs(
                 fakes[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if own else empty
             entries[path] = fakes[id(tensor)]
         names: dict[int, str] = {}
+        known = {path for path, _ in _entries(module)}
         with _reparametrize_module(module, entries):
             for _ in range(times):
                 run = Run()
                 torch.default_generator.manual_seed(_SEED)  # the pass before may have left another
-                names |= {_key(t): _digest("state", name_of(path)) for path, t in _entries(module)}
+                state = [(path, t, _digest("state", name_of(path))) for path, t in _entries(module)]
+                names |= {_key(t): own for _, t, own in state}
                 inputs = {n: torch.empty((samples, *t.shape[1:]), dtype=t.dtype) for n, t in arguments.items()}
-                names |= {_key(t): _digest("raw", n) for n, t in inputs.items()}
+                raw = {_key(t): _digest("raw", n) for n, t in inputs.items()}
+                names |= raw
                 with torch.enable_grad(), _seedings() as seeded, _Naming(run, names, seeded) as naming:
                     loss = module(*inputs.values())[0]
+                if made := [path for path, _ in module.named_buffers(remove_duplicate=False) if path not in known]:
+                    raise CaptureError(f"forward makes a buffer {made[0].removeprefix('model.')!r}; {AFTER_ONE_BATCH}")
                 buffers = {name_of(path): t for path, t in module.named_buffers(remove_duplicate=False)}
                 run.end(naming, loss, buffers)
                 for path, tensor in module.named_buffers(remove_duplicate=False):
@@ -273,6 +292,10 @@ def eager_runs(
                         rebound[path] = entries[path], tensor
                 runs.append(run)
                 held.append((naming, inputs))
+                now = {path: naming.storage(t) for path, t in _entries(module)}
+                changed = [own for path, t, own in state if t.requires_grad or now.get(path) != own]
+                moving = run.moving([*raw.values(), *changed])
+                names |= {key: _digest("left by a call", own) for key, own in names.items() if own in moving}
                 after()
     return runs, rebound
 

@@ -7,7 +7,8 @@ the storages of the fake pass say who is written, not the arguments of the opera
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence, Set
+import itertools
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from meshcee.capture.export.flatten import Exported
 from meshcee.capture.graph import Analysis, Input, Node, Program, Ref, analyse, find_operator, unexpanded
 from meshcee.errors import CaptureError
 
-__all__ = ["is_copy", "refuse_overlaps", "settled"]
+__all__ = ["is_copy", "refuse_overlaps", "refuse_shared", "settled"]
 
 
 def settled(exported: Exported, changed: Set[str] = frozenset()) -> tuple[list[Input], list[Node], list[int], Analysis]:
@@ -89,6 +90,23 @@ def refuse_overlaps(tensors: Mapping[str, torch.Tensor], written: Set[str]) -> N
                     f"{name!r} shares memory with {'itself' if other == name else repr(other)}, and training changes it; "
                     "tie whole tensors, and write transposes, slices and expansions of them in forward"
                 )
+
+
+def refuse_shared(programs: Iterable[Program], inputs: Mapping[str, torch.Tensor]) -> None:
+    """Raise CaptureError where forward writes a raw input in memory that another one has too: eager code changes both."""
+    written = {p.inputs[n.refs[0]].name for p in programs for n in p.nodes if is_copy(p, n)}
+    for one, other in itertools.combinations(inputs, 2):
+        (first, end), (other_first, other_end) = _place(inputs[one]), _place(inputs[other])
+        if written & {one, other} and first < other_end and other_first < end:
+            raise CaptureError(
+                f"collate gives {one} and {other} the same memory, and forward changes it: return {other}.clone()"
+            )
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first byte and behind its last one. Of an array that is given twice there are two storages."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize * (tensor.numel() > 0)
 
 
 def _copied(

@@ -44,12 +44,14 @@ class Batch:
 class Free:
     """A size that varies between micro-batches (a sequence's length), at most `limit`; `usual` is for costs.
 
-    With `batch` both are per sample: the size is that much times the number of samples, at most.
+    With `batch` all are per sample: the size is that much times the number of samples, at most. Under `least` the model
+    takes another way than the graph. That is for the owner to ask, and is not sent.
     """
 
     limit: int
     usual: int
     batch: bool = False
+    least: int = field(default=0, compare=False)
 
 
 Dim = int | Batch | Free
@@ -109,7 +111,13 @@ class Value:
         batch = int(next(iter(samples), 1 << 32))
         fixed = all(size == d for size, d in zip(sizes, self.shape) if isinstance(d, int))
         free = zip(sizes, self.shape)
-        return fixed and all(s <= d.limit * (batch if d.batch else 1) for s, d in free if isinstance(d, Free))
+        fits = all(s <= d.limit * (batch if d.batch else 1) for s, d in free if isinstance(d, Free))
+        return fixed and fits and not self.short_of(tensor)
+
+    def short_of(self, tensor: torch.Tensor) -> int:
+        """The length under which the model takes another way, if this tensor of a raw input is shorter; else 0."""
+        each = zip(tensor.shape, self.shape)
+        return max((d.least for size, d in each if isinstance(d, Free) and size < d.least), default=0)
 
     def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:
         """With its dimensions in memory order; no copy."""

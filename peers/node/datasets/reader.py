@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,6 @@ class Reads:
         self._what = f"dataset {name!r}"
         with calling(f"{self._what}: {file}"):
             found = getattr(import_job_file(file), make, None)
-        sys.path.append(str(Path(file).parent.resolve()))  # for what is imported when the first sample is read
         if not callable(found):
             raise UsageError(f"{self._what}: {file} defines no function {make}()")
         with calling(f"{self._what}: {make}()"):

@@ -38,6 +38,45 @@ class Rotary(nn.Module):
         return self.h(h)
 
 
+class Frozen(nn.Module):
+    """an encoder that came trained, in eval mode inside of a model in train mode"""
+
+    def __init__(self):
+        super().__init__()
+        self.e, self.h = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.e.requires_grad_(False)
+        self.t = nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.1, batch_first=True).requires_grad_(False)
+        self.t.eval()
+
+    def forward(self, x):
+        return self.h(self.t(self.e(x)))
+
+
+@habit("tok", "toky", refused="torch.backends.mha.set_fastpath_enabled(False) at the top")
+class FrozenEncoder(Frozen):
+    pass
+
+
+@habit("tok", "toky", refused="torch.backends.mha.set_fastpath_enabled(False) at the top")
+class FrozenAttention(Frozen):
+    def __init__(self):
+        super().__init__()
+        self.t = nn.MultiheadAttention(WIDTH, 2, 0.1, batch_first=True).requires_grad_(False).eval()
+
+    def forward(self, x):
+        h = self.e(x)
+        return self.h(self.t(h, h, h)[0])
+
+
+@habit("tok", "toky")
+class FrozenOverTrained(Frozen):
+    """where a gradient passes through, torch has no other kernels"""
+
+    def __init__(self):
+        super().__init__()
+        self.e.requires_grad_(True)
+
+
 @habit("tok", "toky")
 class RelativePositions(nn.Module):
     def __init__(self):

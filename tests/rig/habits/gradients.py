@@ -7,6 +7,7 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.rig.habits.registry import WIDTH, WORDS, Blocks, blocks, habit
 
@@ -48,6 +49,18 @@ class ReentrantCheckpoint(nn.Module):
 
     def forward(self, x):
         return self.h(torch.utils.checkpoint.checkpoint(self.b, self.e(x), use_reentrant=True))
+
+
+@habit("vec", "cls", refused="torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in forward")
+class WrappedCheckpoint(Blocks):
+    """whose hooks give its weights other names in state_dict"""
+
+    def __init__(self):
+        super().__init__()
+        self.b[1] = checkpoint_wrapper(self.b[1])
+
+    def forward(self, x):
+        return self.h(self.b(x))
 
 
 @habit("vec", "cls", refused="remove the hook")

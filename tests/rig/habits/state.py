@@ -187,6 +187,102 @@ class LazyCache(Blocks):
         return self.h(self.b(x + self.pos))
 
 
+@habit("vec", "cls", refused="forward makes a buffer 'mask'; run one batch")
+class LazyBuffer(Blocks):
+    """a buffer that the first call registers"""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", None)
+
+    def forward(self, x):
+        if self.mask is None:
+            self.register_buffer("mask", torch.ones(WIDTH), persistent=False)
+        return self.h(self.b(x) * self.mask)
+
+
+@habit("vec", "cls", refused="forward makes a buffer 'pos'; run one batch")
+class LazyNewBuffer(Blocks):
+    def forward(self, x):
+        if not hasattr(self, "pos"):
+            self.register_buffer("pos", torch.arange(WIDTH).float())
+        return self.h(self.b(x) + self.pos)
+
+
+@habit("vec", "cls")
+class LazyCacheLike(Blocks):
+    """the same, of the shape of an activation and of a frozen buffer"""
+
+    def __init__(self):
+        super().__init__()
+        self.pos = None
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x):
+        h = self.b(x)
+        if self.pos is None:
+            self.pos = torch.ones_like(h.detach()[0]).cumsum(-1) * self.scale
+        return self.h(h + self.pos)
+
+
+@habit("vec", "cls", refused="keep state in registered buffers")
+class OverFirstLoss(Blocks):
+    """GradNorm: the loss over that of the first batch"""
+
+    def __init__(self):
+        super().__init__()
+        self.first = None
+
+    def forward(self, x):
+        h = self.b(x)
+        size = h.square().mean()
+        if self.first is None:
+            self.first = size.detach()
+        return self.h(h) * (size / self.first)
+
+
+@habit("vec", "cls", refused="keep state in registered buffers")
+class AnchoredToStart(Blocks):
+    """L2-SP: a penalty for what the weights have moved"""
+
+    def __init__(self):
+        super().__init__()
+        self.start = None
+
+    def forward(self, x):
+        if self.start is None:
+            self.start = self.h.weight.detach().clone()
+        return self.h(self.b(x)) + 0.1 * (self.h.weight - self.start).square().sum()
+
+
+@habit("vec", "cls", refused="keep state in registered buffers")
+class FirstBatchMean(Blocks):
+    """inputs shifted by the mean of the first batch"""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = None
+
+    def forward(self, x):
+        if self.mean is None:
+            self.mean = x.mean(0).detach()
+        return self.h(self.b(x - self.mean))
+
+
+@habit("vec", "cls", refused="keep state in registered buffers")
+class DrawnOnce(Blocks):
+    """a random projection that the first call draws"""
+
+    def __init__(self):
+        super().__init__()
+        self.map = None
+
+    def forward(self, x):
+        if self.map is None:
+            self.map = torch.randn(WIDTH, WIDTH)
+        return self.h(self.b(x @ self.map))
+
+
 @habit("vec", "cls")
 class TrainToggle(nn.Module):
     def __init__(self):
