@@ -15,6 +15,7 @@ from meshcee.figures.measured import Measured
 from meshcee.figures.profile import BlockCost, DeviceProfile, LinkProfile
 from meshcee.figures.timing import BlockTimes
 from meshcee.plan import Member, Pipeline, Plan, Stage
+from meshcee.planner.chain import Chain, ChainStage, to_plan
 from meshcee.planner.live import (
     NO_FAR_ROOM,
     NO_ROOM,
@@ -294,6 +295,18 @@ def test_a_stage_too_small_for_a_wide_window_gets_a_narrow_one() -> None:
     assert stages["a"].window <= stages["a"].live_cap == 2
     assert max(stage.window for stage in stages.values()) > 2
     assert not shortages(choice.best, cluster, workload)
+
+
+def test_pipelines_side_by_side_have_room_for_their_sum() -> None:
+    """Each holds twice its gradients while they are summed, as `needs` counts it; windows were as wide as if none were."""
+    heavy = replace(JOB, blocks=[replace(c, activation_bytes=10**6) for c in COSTS], micro_batch=1)
+    room = {p: replace(DEVICES[p], memory_bytes=size) for p, size in (("a", 80 * 10**6), ("b", 170 * 10**6))}
+    cluster, workload = situation(measured(room, {k: v for k, v in LINKS.items() if {*k} == {"a", "b"}}), heavy)
+    chains = [Chain(1, 8, (ChainStage(0, BLOCKS, (p,)),), ()) for p in room]
+    found = to_plan(tuple(chains), cluster, workload)
+    assert found is not None
+    assert [p.stages[0].live_cap < 8 for p in found.pipelines] == [True, False]
+    assert shortages(found, cluster, workload) == []
 
 
 def test_a_job_that_recomputes_does_so_everywhere_but_in_the_last_stage() -> None:
