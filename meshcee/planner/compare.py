@@ -482,4 +482,11 @@ def _with_another(asked: Question, of: Device, region: str) -> tuple[Question, s
 
         runs = replace(runs, codec=coded)
     # the first of its class, so that it is the first that a search takes
-    return replace(asked, cluster=_changed(cluster, [new, *cluster.devices.values()]), runs=runs), new.name
+    changed = _changed(cluster, [new, *cluster.devices.values()])
+    if (
+        cluster.feeds
+    ):  # like the one that it is like, where that one is, else like the slowest there: nobody is fed for nothing
+        feeds = [link for peer, link in cluster.feeds.items() if peer in there] or [*cluster.feeds.values()]
+        own = cluster.feeds.get(of.name) if of.region == region else None
+        changed.feeds[new.name] = own or min(feeds, key=lambda link: link.bandwidth_bytes_per_s)
+    return replace(asked, cluster=changed, runs=runs), new.name
