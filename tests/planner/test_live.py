@@ -182,6 +182,20 @@ def test_plans_leave_room_for_copies_of_the_state_where_that_costs_little() -> N
     assert (room, NO_ROOM in notes) == (True, False), "copies of what a GPU holds lie elsewhere"
 
 
+@pytest.mark.parametrize(("memory_bytes", "room"), [(60 * 10**6, True), (40 * 10**6, False)])
+def test_an_idle_gpu_hides_neither_the_plan_with_room_for_copies_nor_that_none_has(
+    memory_bytes: int, room: bool
+) -> None:
+    """It holds no block. As the mesh was not of processors alone, no plan counted the copies that its members keep."""
+    devices = {p: replace(d, memory_bytes=memory_bytes) for p, d in DEVICES.items()}
+    fair = dict.fromkeys(LINKS, LinkProfile(0.02, 1e7))
+    devices["gpu"] = DeviceProfile("cuda", "test", 10**3, 1e9)
+    fair |= {pair: FAR for p in DEVICES for pair in ((p, "gpu"), ("gpu", p))}
+    found, notes = plan_job(measured(devices, fair), JOB, None, QUICK)
+    assert (has_room_for_copies(found, devices, JOB), NO_ROOM in notes) == (room, not room)
+    assert {*found.peers, *(left.peer for left in found.left_out)} == devices.keys()
+
+
 @pytest.mark.parametrize(
     ("memory_bytes", "missing"), [(100 * 10**6, []), (40 * 10**6, [NO_FAR_ROOM]), (20 * 10**6, [NO_ROOM])]
 )
