@@ -278,7 +278,7 @@ def _question(mesh: Measured, job: JobCosts, stages: int | None, tiers: int) -> 
         one_each = {region: [peer] for peer, region in regions.items()}.values()
         codes = any(of(a, b) != "none" for a, b in combinations(one_each, 2))
         codec = "none" if not codes else "lossless" if codec == "lossless" else "bf16"
-    return Question(cluster, workload, (codec,), runs)
+    return Question(cluster, workload, (codec,), runs, STEPS_SHARE)
 
 
 def question_of(plan: Plan, mesh: Measured, job: JobCosts, stages: int | None = None) -> Question:

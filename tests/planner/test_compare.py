@@ -250,6 +250,16 @@ def test_a_faster_link_reaches_from_end_to_end() -> None:
     assert link.found.step_s < 0.7 * all_of_it.best_s
 
 
+def test_a_link_twice_as_fast_has_twice_the_measured_bandwidth() -> None:
+    """Steps have a share of a link, and nobody buys a share."""
+    devices = {p: DEVICES[p] for p in "ab"}
+    pairs = {k: LinkProfile(0.02, 1e7) for k in LINKS if {*k} == {"a", "b"}}
+    mesh = measured(devices, pairs)
+    plan, _ = plan_job(mesh, JOB, 2, QUICK)
+    buys = comparison(plan, {"none": question_of(plan, mesh, JOB, 2)}, plain=situation(mesh, JOB)[1]).buys
+    assert [row.amount for row in buys if row.kind == "link"] == [pytest.approx(2e7)]
+
+
 def test_one_more_device_is_fed_like_the_others() -> None:
     """The owner's uplink sets the step, and a new device would be behind that uplink as well."""
     devices = {p: DEVICES[p] for p in "ab"}
