@@ -85,13 +85,16 @@ def shares(cluster: Cluster, workload: Workload, stage: ChainStage, micro_batch:
     return tuple(taken)
 
 
-def most_live(cluster: Cluster, workload: Workload, stage: ChainStage, samples: Sequence[int], terms: int = 0) -> int:
+def most_live(
+    cluster: Cluster, workload: Workload, stage: ChainStage, samples: Sequence[int], terms: int = 0, pipelines: int = 1
+) -> int:
     """Micro-batches between F and W for which every member has memory; 0 when not even one fits.
 
-    terms   micro-batches whose gradients it keeps apart
+    terms      micro-batches whose gradients it keeps apart
+    pipelines  side by side, whose gradients are summed with its own
     """
     least = 1 << 30
-    sums = workload.sum_bytes(stage.first, stage.end, len(stage.peers))
+    sums = workload.sum_bytes(stage.first, stage.end, len(stage.peers) * pipelines)
     sums += workload.term_bytes(stage.first, stage.end, terms)
     for peer, n in zip(stage.peers, samples):
         held = workload.stage_bytes(stage.first, stage.end, n, 0, stage.recompute) + sums
@@ -120,15 +123,17 @@ def to_plan(layout: Layout, cluster: Cluster, workload: Workload) -> Plan | None
     pipelines = []
     shared = any(len(stage.peers) > 1 for chain in layout for stage in chain.stages)
     for k, chain in enumerate(layout):
-        stages = to_stages(chain, cluster, workload, chain.num_micro if k and not shared else 0)
+        stages = to_stages(chain, cluster, workload, chain.num_micro if k and not shared else 0, len(layout))
         if stages is None:
             return None
         pipelines.append(Pipeline(chain.num_micro, stages))
     return Plan(layout[0].micro_batch, tuple(pipelines))
 
 
-def to_stages(chain: Chain, cluster: Cluster, workload: Workload, terms: int = 0) -> tuple[Stage, ...] | None:
-    """Of one pipeline. `terms`: micro-batches whose gradients its members keep apart."""
+def to_stages(
+    chain: Chain, cluster: Cluster, workload: Workload, terms: int = 0, pipelines: int = 1
+) -> tuple[Stage, ...] | None:
+    """Of one pipeline among so many. `terms`: micro-batches whose gradients its members keep apart."""
     members: list[tuple[int, ...]] = []
     lives: list[int] = []
     forward_backward, totals = [], []
@@ -136,7 +141,7 @@ def to_stages(chain: Chain, cluster: Cluster, workload: Workload, terms: int = 0
         taken = shares(cluster, workload, stage, chain.micro_batch)
         if taken is None:
             return None
-        live = most_live(cluster, workload, stage, taken, terms)
+        live = most_live(cluster, workload, stage, taken, terms, pipelines)
         if live < 1:
             return None
         times = [

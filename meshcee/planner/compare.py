@@ -77,7 +77,7 @@ class Row:
     peers    the device that the row is about, and behind it those that are like it; of a link the ends that are devices
     several  whether the plan has several pipelines; None: either
     place    the two ends of a link, or the region of one more device
-    amount   bytes per second of the faster link, or bytes of the larger memory
+    amount   bytes per second of the faster link, as it would be measured, or bytes of the larger memory
     short    the memory that is missing, where nothing fits
     why      the other reason for a row without a plan, or a remark on the plan
     """
@@ -324,7 +324,8 @@ class _Comparing:
         ] or [(a, b) for a, b in permutations(plan.peers, 2) if (path := cluster.path(a, b)) and line in path.lines]
         least = 2 * cluster.bandwidth(line)
         ends = tuple(end.removeprefix("@") for end in line)
-        row = Row("link", peers=tuple(end for end in line if end in cluster.devices), place=ends, amount=least)
+        devices = tuple(end for end in line if end in cluster.devices)
+        row = Row("link", peers=devices, place=ends, amount=least / self.asked.share)
         return [self.bought(row, replace(self.asked, cluster=_faster(cluster, pairs, least)))]
 
     def memory(self) -> Row:
@@ -482,4 +483,11 @@ def _with_another(asked: Question, of: Device, region: str) -> tuple[Question, s
 
         runs = replace(runs, codec=coded)
     # the first of its class, so that it is the first that a search takes
-    return replace(asked, cluster=_changed(cluster, [new, *cluster.devices.values()]), runs=runs), new.name
+    changed = _changed(cluster, [new, *cluster.devices.values()])
+    if (
+        cluster.feeds
+    ):  # like the one that it is like, where that one is, else like the slowest there: nobody is fed for nothing
+        feeds = [link for peer, link in cluster.feeds.items() if peer in there] or [*cluster.feeds.values()]
+        own = cluster.feeds.get(of.name) if of.region == region else None
+        changed.feeds[new.name] = own or min(feeds, key=lambda link: link.bandwidth_bytes_per_s)
+    return replace(asked, cluster=changed, runs=runs), new.name

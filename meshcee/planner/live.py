@@ -186,21 +186,23 @@ def _with_room(
     It may take no more, as copies only shorten the way back after a loss. Where none has room for those in other
     regions too, they are left out first.
     """
-    found = _choose(mesh, job, stages, effort)
-    choice, cluster, workload = found
+    choice, cluster, workload = _choose(mesh, job, stages, effort)
+    cpus = {p: device for p, device in mesh.devices.items() if device.kind == "cpu"}  # the room of others is not known
     notes: list[str] = []
     for tiers in range(_tiers(choice.best, cluster), 0, -1):
         if has_room_for_copies(choice.best, mesh.devices, job, tiers):
             break
         with contextlib.suppress(PlanError):  # no plan has room
-            roomy = _choose(mesh, job, stages, effort, tiers)
-            step_s, roomy_s = (period_s(c.best, cluster, workload) for c in (choice, roomy[0]))
-            if roomy_s <= ROOM_IS_WORTH * step_s:
-                found = roomy
+            roomy, _, _ = _choose(replace(mesh, devices=cpus), job, stages, effort, tiers)
+            step_s, roomy_s = (period_s(c.best, cluster, workload) for c in (choice, roomy))
+            if roomy_s <= ROOM_IS_WORTH * step_s and has_room_for_copies(roomy.best, cpus, job, tiers):
+                left = [left for left in choice.best.left_out if left.peer not in cpus]
+                best = replace(roomy.best, left_out=(*roomy.best.left_out, *left))
+                choice = Choice(best, roomy.runners_up, roomy.single)
                 break
         notes = [NO_ROOM if tiers == 1 else NO_FAR_ROOM]
-    found[1].notes.extend(notes)
-    return found
+    cluster.notes.extend(notes)
+    return choice, cluster, workload
 
 
 def _tiers(plan: Plan, cluster: Cluster) -> int:
@@ -276,7 +278,7 @@ def _question(mesh: Measured, job: JobCosts, stages: int | None, tiers: int) -> 
         one_each = {region: [peer] for peer, region in regions.items()}.values()
         codes = any(of(a, b) != "none" for a, b in combinations(one_each, 2))
         codec = "none" if not codes else "lossless" if codec == "lossless" else "bf16"
-    return Question(cluster, workload, (codec,), runs)
+    return Question(cluster, workload, (codec,), runs, STEPS_SHARE)
 
 
 def question_of(plan: Plan, mesh: Measured, job: JobCosts, stages: int | None = None) -> Question:

@@ -50,12 +50,16 @@ Allowed = Callable[[Sequence[str], int], bool]  # of a layout: its devices, and 
 
 @dataclass(frozen=True)
 class Question:
-    """Where to train what, as what boundaries may travel, and what a plan may be."""
+    """Where to train what, as what boundaries may travel, and what a plan may be.
+
+    share  of what a link carries, the part that its line in the cluster has
+    """
 
     cluster: Cluster
     workload: Workload
     codecs: tuple[str, ...]
     runs: Runs = field(default_factory=Runs)
+    share: float = 1.0
 
 
 class Search:

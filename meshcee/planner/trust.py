@@ -24,6 +24,7 @@ SAME_ROUND_TRIP, SAME_S = (
     0.01,
 )  # both ends measure the same round trip: it differs by this factor and more than so much
 LOPSIDED = 100.0  # a link may be so many times as fast as the other way and as anything else that reaches its end
+FEW = 3  # profiles, of which no middle one says who is wrong
 CLAIM = 3.0  # a device may claim so many times the speed that its blocks showed, compared with the others, or a third
 
 Pair = tuple[str, str]
@@ -106,6 +107,9 @@ def believed_speeds(
 ) -> tuple[dict[str, DeviceProfile], dict[str, BlockTimes]]:
     """Speeds as the job's blocks showed them; of the others, what they claim, as far as claims were right elsewhere.
 
+    Claims are compared among devices of one kind, as a GPU's large matrix product says less of small blocks than a CPU's.
+    Of fewer than FEW profiles of a kind the fastest is held to be right: one that was disturbed sets no other aside.
+
     Returns the devices with those speeds, and the profiles that count.
     """
     shown = {p: t.speed_flops_per_s(places, flops) for p, t in times.items()}
@@ -114,9 +118,14 @@ def believed_speeds(
     if not shown:
         notes.append("no device has profiled the job's blocks; claimed speeds stand in")
         return dict(devices), {}
-    share = median_low(shown[p] / devices[p].speed_flops_per_s for p in shown)
+    of_kind: dict[str, list[float]] = {}
+    for peer, speed in shown.items():
+        of_kind.setdefault(devices[peer].kind, []).append(speed / devices[peer].speed_flops_per_s)
+    every = [share for shares in of_kind.values() for share in shares]
     found, counted = {}, {}
     for peer, device in devices.items():
+        shares = of_kind.get(device.kind, every)
+        share = max(shares) if peer in shown and len(shares) < FEW else median_low(shares)
         claimed = share * device.speed_flops_per_s
         if peer not in shown:
             notes.append(f"{peer} has not profiled the job's blocks; {share:.2g} of its claimed speed stands in")

@@ -2,8 +2,8 @@
 
 The idea: each distinct block runs as a stage of its own, by the code and through the thread that will run it later, with
 random weights and inputs. So a paced device shows its pace and a throttled card its throttle. A device spends BUDGET_S on
-a job it does not know; what that did not allow to measure is scaled up from the largest size measured. Results are kept
-by the hash of the request, so a second run of the job asks for nothing.
+a job it does not know; what that did not allow to measure lies between sizes that were, or is scaled up from the largest.
+Results are kept by the hash of the request, so a second run of the job asks for nothing.
 """
 
 from __future__ import annotations
@@ -245,17 +245,15 @@ class _Bench:
         self._given: dict[int, tuple[dict[str, torch.Tensor], list[Any]]] = {}
 
     async def run(self, sizes: tuple[int, ...], until: float) -> tuple[list[list[Triple]], float]:
-        """(p10, p50, p90) of F, B and W at each size; the optimizer's seconds. Sizes for which there is no time any
-        more are scaled up from the largest measured: more samples at once are never slower than one after the other."""
-        rows: list[list[Triple]] = []
+        """(p10, p50, p90) of F, B and W at each size; the optimizer's seconds.
+
+        Sizes for which there is no time lie on the line between measured ones, or are scaled up from the largest.
+        """
+        rows: dict[int, list[Triple]] = {}
         applied: list[float] = []
-        for i, size in enumerate(sizes):
-            left_s = (until - self._clock()) / (len(sizes) - i)
-            long = rows and (1 + REPEATS_LEAST) * sum(t[1] for t in rows[-1]) * size / sizes[i - 1] > left_s
-            if rows and (long or _touched_bytes(self._spec, size) > self._memory_bytes):
-                rows += [_scaled(rows[-1], later / sizes[i - 1]) for later in sizes[i:]]
-                break
-            stop = self._clock() + left_s
+        rest = [n for n in sizes if n == sizes[0] or _touched_bytes(self._spec, n) <= self._memory_bytes]
+        while rest and (size := _next(rows, rest, until - self._clock())):
+            stop = self._clock() + (until - self._clock()) / len(rest)
             taken: list[tuple[float, ...]] = []
             try:
                 await self.once(size)  # warms up
@@ -266,15 +264,16 @@ class _Bench:
                     raise PlanError(
                         f"block {self._spec.first} does not run here: {str(error).splitlines()[0]}"
                     ) from error
-                rows += [_scaled(rows[-1], later / sizes[i - 1]) for later in sizes[i:]]
-                break
+                rest = [n for n in rest if n < size]
+                continue
+            rest.remove(size)
             *kinds, apply_s = zip(*taken)
             if self._compute.pace is not None:
                 # What took longer than an emulated device's pace is the doing of this machine's other ones.
                 kinds = [(min(kind),) for kind in kinds]
-            rows.append([_triple(kind) for kind in kinds])
+            rows[size] = [_triple(kind) for kind in kinds]
             applied += apply_s
-        return rows, float(np.median(applied))
+        return [_filled(rows, size) for size in sizes], float(np.median(applied))
 
     async def once(self, size: int) -> tuple[float, ...]:
         """Seconds of F, B, W and the optimizer, each as the executor does it, with what it packs for the wire."""
@@ -391,8 +390,31 @@ def _triple(seconds: Any) -> Triple:
     return a, b, c
 
 
-def _scaled(row: list[Triple], factor: float) -> list[Triple]:
-    return [(factor * a, factor * b, factor * c) for a, b, c in row]
+def _next(rows: Mapping[int, list[Triple]], rest: Sequence[int], left_s: float) -> int:
+    """The size to measure next; 0 where there is time for none. The smallest is first, and those between others are last.
+
+    On the way up it is the largest for which there surely is time: a GPU may take no longer for many samples than for one.
+    """
+    if not rows:
+        return rest[0]
+    due = [n for n in rest if (1 + REPEATS_LEAST) * sum(t[1] for t in _filled(rows, n)) <= left_s] or [0]
+    return due[-1] if due[-1] > max(rows) else due[len(due) // 2]
+
+
+def _filled(rows: Mapping[int, list[Triple]], size: int) -> list[Triple]:
+    """Seconds at a size: on the line between those around it, or scaled up from the largest.
+
+    More samples at once are never slower than one after the other.
+    """
+    low, high = max(n for n in rows if n <= size), min((n for n in rows if n >= size), default=0)
+    if not high:
+        return [(a * size / low, b * size / low, c * size / low) for a, b, c in rows[low]]
+    share = (size - low) / max(high - low, 1)
+    less = 1 - share  # so that p10 <= p50 <= p90 whatever is rounded
+    return [
+        (less * a + share * x, less * b + share * y, less * c + share * z)
+        for (a, b, c), (x, y, z) in zip(rows[low], rows[high])
+    ]
 
 
 def _less(triple: Triple, call_s: float) -> Triple:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
@@ -27,7 +28,7 @@ __all__ = ["ask_plan", "question"]
 log = structlog.get_logger()
 
 LEAST_FED_BYTES = 256 * 1024  # a step's inputs: fewer take no time to speak of where anybody would train
-FEEDS_WITHIN_S = 10.0
+FEEDS_WITHIN_S, FIRST_WITHIN_S, FEED_WITHIN_S = 10.0, 2.0, 5.0  # all of them; of one the first answer, and the others
 
 
 async def ask_plan(agent: MeshView, request: PlanRequest) -> Planned:
@@ -70,10 +71,9 @@ async def question(
             costs = replace(costs, groups=False)
     most, data_s = await asyncio.to_thread(look, job, captured)
     costs = replace(costs, data_s=data_s / max(1, job.workers))
-    async with asyncio.TaskGroup() as group:
-        profiling = group.create_task(profile(agent, job, captured, costs, most))
-        feeding = group.create_task(_feeds(agent, job, costs))
-    return PlanRequest(costs, profiling.result(), stages, lent, feeds=feeding.result())
+    feeds = await _feeds(agent, job, costs)  # before the job's graph goes to the devices, over the same links
+    times = await profile(agent, job, captured, costs, most)
+    return PlanRequest(costs, times, stages, lent, feeds=feeds)
 
 
 async def _feeds(agent: MeshView, job: Job, costs: JobCosts) -> dict[str, LinkProfile]:
@@ -91,7 +91,11 @@ async def _feeds(agent: MeshView, job: Job, costs: JobCosts) -> dict[str, LinkPr
         async with asyncio.timeout(FEEDS_WITHIN_S):
             for peer in [p for p in agent.devices() if p != agent.peer_id]:  # one at a time: they share its port
                 where = agent.transport, peer, agent.addresses_of([peer]).get(peer, ())
-                with contextlib.suppress(MeshceeError, StreamClosed):
-                    probed = await probe_link(*where, agent.clock(), clock=agent.monotonic, target_s=LIGHT_S)
+                with contextlib.suppress(MeshceeError, StreamClosed, TimeoutError):
+                    async with asyncio.timeout(FIRST_WITHIN_S) as limit:  # who is silent takes no other's time
+                        go_on = partial(limit.reschedule, asyncio.get_running_loop().time() + FEED_WITHIN_S)
+                        probed = await probe_link(
+                            *where, agent.clock(), clock=agent.monotonic, target_s=LIGHT_S, answered=go_on
+                        )
                     found[peer] = probed.link
     return found

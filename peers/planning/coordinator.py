@@ -34,6 +34,7 @@ log = structlog.get_logger()
 MAX_WANTED = 16
 MAX_NAMED = 512
 MOST_BLOCKS = 512  # as many as automatic cuts make; a search takes longer by the square of them
+MOST_SHARED = 4096  # samples of a micro-batch that groups may share
 MAX_PROFILES = 1024
 MAX_NOTES = 64
 REQUEST_BYTES = 8 << 20  # thousands of blocks with room to spare; msgpack may unfold to 64 times as much
@@ -135,9 +136,18 @@ class PlanRequest:
 
 
 def _check_effort(job: JobCosts) -> None:
-    """Raises ProtocolError where a plan would keep a coordinator busy for hours. The owner of such a job plans by itself."""
+    """Raises ProtocolError where a plan would keep a coordinator busy for hours. The owner of such a job plans by itself.
+
+    A group's shares are dealt out sample by sample, and the seconds of every count of samples are kept. So a micro-batch that
+    groups may share counts; where none is fixed, that is the whole batch.
+    """
     micros = job.batch_size // job.micro_batch if job.micro_batch is not None else 1
-    for what, count, most in (("blocks", len(job.blocks), MOST_BLOCKS), ("micro-batches a step", micros, MOST_MICROS)):
+    shared = (job.micro_batch or job.batch_size) if job.groups else 0
+    for what, count, most in (
+        ("blocks", len(job.blocks), MOST_BLOCKS),
+        ("micro-batches a step", micros, MOST_MICROS),
+        ("samples a micro-batch for groups", shared, MOST_SHARED),
+    ):
         if count > most:
             raise ProtocolError(f"a coordinator plans {most} {what} at most, and the job has {count}")
 

@@ -25,6 +25,7 @@ from peers.cli.main import app
 from tests.planner.oracle import random_case, random_wide_case
 from tests.planner.test_layouts import far_apart
 from tests.planner.test_live import JOB, measured
+from tests.planner.test_regions import DEVICES, LINKS
 
 QUICK = Effort(events=60_000, rows=3_000_000)
 
@@ -247,6 +248,28 @@ def test_a_faster_link_reaches_from_end_to_end() -> None:
     assert link.amount == 8e6
     assert link.found is not None
     assert link.found.step_s < 0.7 * all_of_it.best_s
+
+
+def test_a_link_twice_as_fast_has_twice_the_measured_bandwidth() -> None:
+    """Steps have a share of a link, and nobody buys a share."""
+    devices = {p: DEVICES[p] for p in "ab"}
+    pairs = {k: LinkProfile(0.02, 1e7) for k in LINKS if {*k} == {"a", "b"}}
+    mesh = measured(devices, pairs)
+    plan, _ = plan_job(mesh, JOB, 2, QUICK)
+    buys = comparison(plan, {"none": question_of(plan, mesh, JOB, 2)}, plain=situation(mesh, JOB)[1]).buys
+    assert [row.amount for row in buys if row.kind == "link"] == [pytest.approx(2e7)]
+
+
+def test_one_more_device_is_fed_like_the_others() -> None:
+    """The owner's uplink sets the step, and a new device would be behind that uplink as well."""
+    devices = {p: DEVICES[p] for p in "ab"}
+    mesh = measured(devices, {k: v for k, v in LINKS.items() if {*k} == {"a", "b"}})
+    mesh = replace(mesh, feeds=dict.fromkeys(devices, LinkProfile(0.001, 1e6)))
+    job = replace(JOB, feeds=((10**6, (0,)),))
+    plan, _ = plan_job(mesh, job, None, QUICK)
+    all_of_it = comparison(plan, {"none": question_of(plan, mesh, job)}, plain=situation(mesh, job)[1])
+    assert all_of_it.best_s == pytest.approx(16.0, rel=0.01)
+    assert {row.why for row in all_of_it.buys if row.kind == "device"} == {"gains nothing"}
 
 
 def run(*arguments: str) -> str:

@@ -15,6 +15,7 @@ from meshcee.figures.measured import Measured
 from meshcee.figures.profile import BlockCost, DeviceProfile, LinkProfile
 from meshcee.figures.timing import BlockTimes
 from meshcee.plan import Member, Pipeline, Plan, Stage
+from meshcee.planner.chain import Chain, ChainStage, to_plan
 from meshcee.planner.live import (
     NO_FAR_ROOM,
     NO_ROOM,
@@ -181,6 +182,20 @@ def test_plans_leave_room_for_copies_of_the_state_where_that_costs_little() -> N
     assert (room, NO_ROOM in notes) == (True, False), "copies of what a GPU holds lie elsewhere"
 
 
+@pytest.mark.parametrize(("memory_bytes", "room"), [(60 * 10**6, True), (40 * 10**6, False)])
+def test_an_idle_gpu_hides_neither_the_plan_with_room_for_copies_nor_that_none_has(
+    memory_bytes: int, room: bool
+) -> None:
+    """It holds no block. As the mesh was not of processors alone, no plan counted the copies that its members keep."""
+    devices = {p: replace(d, memory_bytes=memory_bytes) for p, d in DEVICES.items()}
+    fair = dict.fromkeys(LINKS, LinkProfile(0.02, 1e7))
+    devices["gpu"] = DeviceProfile("cuda", "test", 10**3, 1e9)
+    fair |= {pair: FAR for p in DEVICES for pair in ((p, "gpu"), ("gpu", p))}
+    found, notes = plan_job(measured(devices, fair), JOB, None, QUICK)
+    assert (has_room_for_copies(found, devices, JOB), NO_ROOM in notes) == (room, not room)
+    assert {*found.peers, *(left.peer for left in found.left_out)} == devices.keys()
+
+
 @pytest.mark.parametrize(
     ("memory_bytes", "missing"), [(100 * 10**6, []), (40 * 10**6, [NO_FAR_ROOM]), (20 * 10**6, [NO_ROOM])]
 )
@@ -294,6 +309,18 @@ def test_a_stage_too_small_for_a_wide_window_gets_a_narrow_one() -> None:
     assert stages["a"].window <= stages["a"].live_cap == 2
     assert max(stage.window for stage in stages.values()) > 2
     assert not shortages(choice.best, cluster, workload)
+
+
+def test_pipelines_side_by_side_have_room_for_their_sum() -> None:
+    """Each holds twice its gradients while they are summed, as `needs` counts it; windows were as wide as if none were."""
+    heavy = replace(JOB, blocks=[replace(c, activation_bytes=10**6) for c in COSTS], micro_batch=1)
+    room = {p: replace(DEVICES[p], memory_bytes=size) for p, size in (("a", 80 * 10**6), ("b", 170 * 10**6))}
+    cluster, workload = situation(measured(room, {k: v for k, v in LINKS.items() if {*k} == {"a", "b"}}), heavy)
+    chains = [Chain(1, 8, (ChainStage(0, BLOCKS, (p,)),), ()) for p in room]
+    found = to_plan(tuple(chains), cluster, workload)
+    assert found is not None
+    assert [p.stages[0].live_cap < 8 for p in found.pipelines] == [True, False]
+    assert shortages(found, cluster, workload) == []
 
 
 def test_a_job_that_recomputes_does_so_everywhere_but_in_the_last_stage() -> None:

@@ -7,7 +7,7 @@ import pytest
 from meshcee.errors import PlanError
 from meshcee.figures.profile import LinkProfile
 from meshcee.planner.live import plan_job, situation
-from meshcee.planner.trust import believed_links
+from meshcee.planner.trust import believed_links, believed_speeds
 from tests.planner.test_live import JOB, QUICK, block_times, measured
 from tests.planner.test_regions import DEVICES, FAR, LINKS, NEAR, PEERS
 
@@ -65,6 +65,24 @@ def test_a_profile_that_is_too_good_to_be_true_is_set_aside() -> None:
         cluster, known = situation(measured(times=times), JOB)
         assert known.times["a"].stage(0, 8, 1).f_s == pytest.approx(workload.times["a"].stage(0, 8, 1).f_s)
         assert any("the profile of a is set aside" in note and says in note for note in cluster.notes)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "worth"),
+    [({}, {"a": 0.8, "b": 0.2}), ({"b": "cuda"}, {"a": 0.4, "b": 0.0125})],
+    ids=["disturbed", "a GPU"],
+)
+def test_a_profile_is_held_against_those_of_its_kind_and_never_against_a_slow_one_alone(
+    kinds: dict[str, str], worth: dict[str, float]
+) -> None:
+    """A GPU's claim is a large product, of which small blocks show a hundredth; a busy CPU shows a quarter of its usual share."""
+    devices = {p: replace(DEVICES[p], kind=kinds.get(p, "cpu")) for p in worth}
+    times = {p: block_times(share * devices[p].speed_flops_per_s) for p, share in worth.items()}
+    notes: list[str] = []
+    found, counted = believed_speeds(devices, times, JOB.alike, [c.flops for c in JOB.blocks], notes)
+    assert counted == times
+    assert all(found[p].speed_flops_per_s == pytest.approx(worth[p] * devices[p].speed_flops_per_s) for p in worth)
+    assert not [note for note in notes if "set aside" in note]
 
 
 def test_figures_with_a_spread_are_corrected_with_it() -> None:

@@ -171,6 +171,28 @@ async def test_what_the_budget_does_not_allow_is_scaled_up() -> None:
             assert [row[block][1] / rows[0][block][1] for row in rows] == pytest.approx([1, 2, 4, 8])
 
 
+@virtual_time
+async def test_a_device_that_takes_no_longer_for_more_samples_is_measured_at_the_largest_size() -> None:
+    """As a GPU, where kernels are short beside their start. For every size there was no time, and 64 counted as 64 times 1."""
+    loop = the_loop()
+
+    class Flat(Compute):
+        async def run(self, call: Any, *args: Any, flops: float = 0.0) -> Any:
+            loop.now += 0.001 if flops else 0.0
+            return await super().run(call, *args)
+
+    job, captured = captured_job()
+    request = request_of(job, captured, sizes=(1, 2, 4, 8, 16, 32, 64))
+    budget_s = 3.0 / 40 * len(request.blocks)  # as much for each as of 40 blocks
+    async with Flat() as compute:
+        start_s = loop.time()
+        times = await profiler(compute, budget_s=budget_s, clock=loop.time).measure(captured.train, request)
+        assert loop.time() - start_s <= 1.1 * budget_s
+    for rows in times.seconds:
+        for smallest, largest in zip(rows[0], rows[-1]):
+            assert largest[1] < 2 * smallest[1]
+
+
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("name", ["char_gpt", "cnn", "many", "unet"])
 async def test_any_model_can_be_profiled(name: str) -> None:

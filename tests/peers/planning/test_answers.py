@@ -89,6 +89,13 @@ def test_a_plan_that_members_have_no_memory_for_is_refused() -> None:
     [
         ({"blocks": JOB.blocks * 65}, "512 blocks at most, and the job has 520"),
         ({"batch_size": 1 << 17, "micro_batch": 1}, "65536 micro-batches a step at most, and the job has 131072"),
+        (
+            {"groups": True, "batch_size": 1 << 24, "micro_batch": 1 << 24},
+            "4096 samples a micro-batch for groups at most",
+        ),
+        ({"groups": True, "batch_size": 1 << 13, "micro_batch": None}, "for groups at most, and the job has 8192"),
+        ({"groups": True, "batch_size": 1 << 13, "micro_batch": 1 << 12}, None),
+        ({"batch_size": 1 << 24, "micro_batch": 1 << 24}, None),
         ({"blocks": JOB.blocks * 64}, None),
         ({"batch_size": 1 << 17, "micro_batch": 2}, None),
         ({"batch_size": 1 << 24, "micro_batch": None}, None),

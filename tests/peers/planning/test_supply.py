@@ -36,7 +36,7 @@ from peers.owner.answers import Answers, Report
 from peers.owner.feed import Portion
 from peers.planning.asking import question
 from peers.planning.coordinator import PlanRequest
-from peers.transport.base import Frame
+from peers.transport.base import Frame, Stream
 from peers.transport.memory import Impairment, MemoryNetwork
 from tests.mutation import breaks, changed
 from tests.peers.measure.test_depths import MICRO, MICROS, Wide, about, answers_of
@@ -202,6 +202,36 @@ async def test_an_owner_measures_its_links_before_it_asks_and_the_coordinator_he
     assert (heard.job.feeds, heard.job.data_s) == (asked.job.feeds, asked.job.data_s)
     for peer in peers:
         assert heard.feeds[peer].bandwidth_bytes_per_s == asked.feeds[peer].bandwidth_bytes_per_s
+
+
+@virtual_time
+async def test_who_is_silent_takes_no_others_time_and_no_graph_is_on_the_way_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = asyncio.get_running_loop().time
+    began: list[float] = []
+
+    async def profiled(*args: Any) -> dict[str, BlockTimes]:
+        began.append(now())
+        return {}
+
+    async def silent(stream: Stream) -> None:
+        await asyncio.sleep(1e6)
+
+    monkeypatch.setattr("peers.planning.asking.profile", profiled)
+    job, network = job_of(0.0), MemoryNetwork(impairment=Impairment(0.001, 1e7))
+    async with InProcess(JoinOptions(), network, Timeouts(), clock=now, monotonic=now) as here:
+        agents = [await here.start(name) for name in ("ann", "ben", "cid")]
+        mesh = await here.own("owner", None)
+        first, *others = mesh.agent.devices()
+        for agent in agents:
+            if agent.peer_id == first:
+                agent.transport.serve("probe", silent)
+        asked = await question(mesh.agent, job, capture(job), None)
+    assert asked.feeds.keys() == {mesh.agent.peer_id, *others}
+    for peer in others:
+        assert asked.feeds[peer].bandwidth_bytes_per_s == pytest.approx(1e7, rel=0.2)
+        assert asked.feeds[peer].measured_at < began[0]
 
 
 @virtual_time
