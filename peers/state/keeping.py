@@ -129,6 +129,7 @@ class Keeping:
         copying.forget_before(min(copying.needed, default=since))
         header = {"next_step": next_step, "since": since, "besides": besides}
         if save:
+            self.saving.hurry()  # nothing is fed until it is done
             await self._until(self.saving.settled)
             self.saving.begin(next_step)
         asks = (copying.hand_over, hand_over), (copying.begin, keep), (copying.ask_last, last), (copying.ask, True)

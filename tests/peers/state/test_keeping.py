@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -9,6 +11,7 @@ from unittest import mock
 import pytest
 
 from meshcee.config import OWN_COPIES
+from peers.state.fetch import Fetch
 from peers.state.keeping import Keeping, Supplies
 from peers.state.manifest import CopySet, Manifest, StageCopy
 from peers.state.policy import Keepers
@@ -154,6 +157,54 @@ def test_a_checkpoint_that_is_asked_for_behind_a_hand_over_comes_with_the_first_
 
     story()
     with changed(Keeping, " or (asked and first and self.copying.can_begin(next_step))", ""):
+        assert breaks(story)
+
+
+class Gentle(Fetch):
+    """Rests until it is told to hurry."""
+
+    def __init__(self) -> None:
+        super().__init__({}, mock.Mock())
+        self.hurried = asyncio.Event()
+
+    def hurry(self) -> None:
+        self.hurried.set()
+
+    async def run(self, sources: Iterable[str]) -> None:
+        await self.hurried.wait()
+
+
+@pytest.mark.parametrize("waits_first", [False, True])
+def test_a_checkpoint_that_is_asked_for_while_another_is_read_does_not_wait_for_its_rests(waits_first: bool) -> None:
+    """A read takes a twentieth of its link's time. Nothing was fed for twenty times as long as it would have taken."""
+
+    async def asked() -> None:
+        epoch = Kept()
+        await epoch.ask(10, save=True)
+        fetch, link = Gentle(), epoch.links[0]
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+
+            async def read(fetch: Gentle) -> None:
+                await asyncio.sleep(waits_first)
+                await epoch.saving.read(link, StageCopy(), fetch)
+                epoch.saved(10)
+
+            group.create_task(read(fetch))
+            await asyncio.sleep(0.5)
+            await epoch.ask(20, save=True)
+        following = Gentle()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(60):
+                await epoch.saving.read(link, StageCopy(), following)
+        assert not following.hurried.is_set(), "training does not wait for this one"
+
+    def story() -> None:
+        run(asked())
+
+    story()
+    with changed(Keeping, "self.saving.hurry()", "pass"):
+        assert breaks(story)
+    with changed(Saving, "next_step, False", "next_step, self._is_awaited"):
         assert breaks(story)
 
 
