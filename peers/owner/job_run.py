@@ -663,7 +663,7 @@ class Training:
             else:
                 self._diary.note(**info)
             self.result.run = self._steering.control.id = run.id
-            self._ledger.run, self._ledger.folder = self._key, run.folder
+            self._ledger.run, self._ledger.folder, self._ledger.rely = self._key, run.folder, self._diary.sync
             folder, devices, rely = run.checkpoints, sorted(self._numbers.kinds), self._diary.sync
             self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store, rely)
             self._store.spares, self._store.place = self._steering.control.spares, self._steering.source.state

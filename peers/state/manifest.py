@@ -216,6 +216,7 @@ class Ledger:
     def __init__(self, agent: MeshView, trouble: Trouble, journal: Journal) -> None:
         self.run = ""  # the name by which members know it
         self.folder: Path | None = None  # of the run; without one nothing is written
+        self.rely: Callable[[], None] = lambda: None  # brings to the disk the reports of the steps before these copies
         self._agent = agent
         self._trouble = trouble
         self._journal = journal
@@ -245,13 +246,17 @@ class Ledger:
             self._next = None
             data = dumps(what).encode()
             try:
-                await asyncio.to_thread(disk.write_whole, folder / COPIES, data)
+                await asyncio.to_thread(self._put, folder / COPIES, data)
             except OSError as error:  # the run goes on; only a resumed one would go back further
                 self._trouble.tell(WHAT, error, len(data))
             else:
                 self._trouble.over(WHAT)
         if self._untold is not None:
             self._untold.asked, self._untold = self._journal.ask(), None
+
+    def _put(self, path: Path, data: bytes) -> None:
+        self.rely()
+        disk.write_whole(path, data)
 
 
 def noted(folder: Path, run: str, after: int, done: int) -> list[CopySet]:

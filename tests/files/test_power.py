@@ -41,8 +41,8 @@ from peers.owner.result import Result
 from peers.owner.story import Story
 from peers.state import checkpoint
 from peers.state.checkpoint import CheckpointStore, Draft
-from peers.state.journal import Mirror
-from peers.state.manifest import noted
+from peers.state.journal import Journal, Mirror
+from peers.state.manifest import CopySet, Ledger, noted
 from peers.state.shelf import COPIES, INFO, REPORTS, Seal
 from peers.transport import Frame
 from peers.wire import messages
@@ -126,15 +126,30 @@ def weights(folder: Path) -> Iterator[Callable[[Path], None]]:
 
 
 def ledger(folder: Path) -> Iterator[Callable[[Path], None]]:
-    def newest(least: int, found: Path) -> None:
-        kept = [copied.next_step for copied in noted(found, "run", 0, 99)]
-        assert (kept or [0])[0] >= least
+    """Copies count if the steps before them were told of, so those are on the disk first."""
 
-    for n in range(3):
-        yield partial(newest, n)
-        text = f'{{"run": "run", "copies": [{{"next_step": {n + 1}, "stages": []}}]}}'
-        disk.write_whole(folder / COPIES, text.encode())
+    def newest(least: int, found: Path) -> None:
+        run = Home(found / "home").run("last")
+        told = len(run.reports())
+        assert told >= least
+        assert [copied.next_step for copied in noted(run.folder, "run", 0, told)][-1:] >= [least][: least > 0]
+        assert noted(run.folder, "run", told, 99) == []
+
+    diary = Diary(Home(folder / "home").new_run("job"), Trouble())
+    diary.begin(name="job")
+
+    async def note(next_step: int) -> None:
+        async with asyncio.TaskGroup() as group:
+            one = Ledger(cast(MeshView, SimpleNamespace(spawn=group.create_task)), Trouble(), cast(Journal, None))
+            one.run, one.folder, one.rely = "run", diary.run.folder, diary.sync
+            one.note([CopySet(next_step, ())])
+
+    for step in range(3):
+        yield partial(newest, step)
+        diary.report(line(step))
+        asyncio.run(note(step + 1))
     yield partial(newest, 3)
+    diary.close()
 
 
 def fed(folder: Path) -> Iterator[Callable[[Path], None]]:
@@ -409,6 +424,7 @@ def test_a_run_survives_a_power_cut(tmp_path: Path) -> None:
         (secrets, disk.write_once, "sync_folder(path.parent)", "pass"),
         (secrets, disk.new_folder, "sync_folder(path.parent)", "pass"),
         (a_run, Draft, "self._store.rely()", "pass"),
+        (ledger, Ledger, "self.rely()", "pass"),
         (taken_back, CheckpointStore.let_go, "self.rely()", "pass"),
         (taken_back, CheckpointStore, " if f not in self.taken_back", ""),
         (a_run, Draft, "disk.sync_folder(self._store.folder)", "pass"),
