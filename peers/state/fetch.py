@@ -47,7 +47,8 @@ Shape = tuple[torch.dtype, tuple[int, ...]]
 async def serve(
     stream: Stream, find: Callable[[Mapping[str, Any], str], torch.Tensor | None], timeouts: Timeouts
 ) -> None:
-    """Answer one reader until it closes. `find` gives what is held under a digest, for the header of its SEEK.
+    """Answer one reader until it closes. `find` gives what is held under a digest, for the header of its SEEK. That is asked again
+    for each part, so no reader keeps a copy here longer than its holder does; one that is gone ends the stream.
 
     Who knows a digest had the bits, or has it from the owner, or from the run's journal, which is for members with the role `own`.
     Nobody else learns anything here.
@@ -59,32 +60,32 @@ async def serve(
         if frame.kind != messages.SEEK or len(frame.payloads) != 1 or len(frame.payloads[0]) % DIGEST_BYTES:
             raise ProtocolError(f"expected digests, got a frame of kind {frame.kind!r}")
         raw = bytes(frame.payloads[0])
-        held = [find(frame.header, raw[i : i + DIGEST_BYTES].hex()) for i in range(0, len(raw), DIGEST_BYTES)]
+        digests = [raw[i : i + DIGEST_BYTES].hex() for i in range(0, len(raw), DIGEST_BYTES)]
         stream.max_payload_bytes = 0
 
         def moved() -> tuple[int, int]:
-            """What is held stays in memory while it is read. A slow link moves; a reader that stalls does not."""
+            """What is under way stays in memory until it is read. A slow link moves; a reader that stalls does not."""
             return stream.sent_bytes, stream.received_bytes
 
-        await while_moving(partial(_lend, stream, held), moved, timeouts.offer_s, timeouts)
+        lend = partial(_lend, stream, digests, partial(find, frame.header))
+        await while_moving(lend, moved, timeouts.offer_s, timeouts)
 
 
-async def _lend(stream: Stream, held: Sequence[torch.Tensor | None]) -> None:
-    await stream.send(Frame(messages.FOUND, {}, [bytes(tensor is not None for tensor in held)]))
-    views = [None if tensor is None else byte_view(tensor) for tensor in held]
+async def _lend(stream: Stream, digests: Sequence[str], find: Callable[[str], torch.Tensor | None]) -> None:
+    await stream.send(Frame(messages.FOUND, {}, [bytes(find(digest) is not None for digest in digests)]))
     while True:
-        await stream.send(Frame(messages.PART, {}, [_cut(views, await stream.recv())]))
+        await stream.send(Frame(messages.PART, {}, [_cut(digests, find, await stream.recv())]))
 
 
-def _cut(views: Sequence[memoryview | None], frame: Frame) -> bytes:
+def _cut(digests: Sequence[str], find: Callable[[str], torch.Tensor | None], frame: Frame) -> bytes:
     """The bytes that a PULL asks for."""
     found, left = [], CHUNK_BYTES
     for which, first, count in need(frame.header, "ranges", list[tuple[Count, Count, Count]]):
-        view = views[which] if which < len(views) else None
+        tensor = find(digests[which]) if which < len(digests) else None
         left -= count
-        if view is None or first + count > len(view) or left < 0:
+        if tensor is None or first + count > tensor.nbytes or left < 0:
             raise ProtocolError("it asked for bytes that are not here, or for too many at once")
-        found.append(view[first : first + count])
+        found.append(byte_view(tensor)[first : first + count])
     return b"".join(found)
 
 

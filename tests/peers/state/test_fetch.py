@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -301,6 +303,38 @@ async def test_nobody_reads_more_than_there_is(ranges: Any) -> None:
             await stream.recv()
 
 
+async def test_a_reader_keeps_no_copy_that_its_holder_forgets() -> None:
+    """It kept any number of a member's old copies, each by an open stream and a byte now and then."""
+    tensor = torch.arange(10.0)
+    held, alive = {(digest := digest_of(tensor)): tensor}, weakref.ref(tensor)
+    del tensor
+    network = MemoryNetwork()
+    async with network.transport("a") as source, network.transport("reader") as reader:
+        source.serve("copies", honest(held))
+        stream = await reader.open("a", "copies")
+        await stream.send(Frame(messages.SEEK, {}, [bytes.fromhex(digest)]))
+        assert bytes((await stream.recv()).payloads[0]) == b"\x01"
+        await stream.send(Frame(messages.PULL, {"ranges": [[0, 0, 8]]}))
+        assert len((await stream.recv()).payloads[0]) == 8
+        held.clear()
+        gc.collect()
+        assert alive() is None
+        assert not stream.closed
+        await stream.send(Frame(messages.PULL, {"ranges": [[0, 8, 8]]}))
+        with pytest.raises(ConnectionError):
+            await stream.recv()
+
+
+@virtual_time
+async def test_what_a_holder_forgets_while_it_is_read_comes_from_another() -> None:
+    wanted = some_tensors(4)
+    held = dict(wanted)
+    network = MemoryNetwork(impairment=Impairment(latency_s=0.02, bandwidth_bytes_per_s=1e6))
+    fetch = await fetch_from(network, {"a": honest(held), "b": honest(wanted)}, wanted, befall=held.clear)
+    assert_found(fetch, wanted)
+    assert fetch.moved_bytes == sum(tensor.nbytes for tensor in wanted.values())  # no byte twice
+
+
 async def asked_and_not_read() -> float:
     """For how long a source lends to a reader that asks for a tensor again and again, and takes nothing of it, s."""
     tensor = torch.zeros(CHUNK_BYTES // 4)
@@ -327,6 +361,5 @@ async def asked_and_not_read() -> float:
 def test_who_asks_and_does_not_read_holds_no_copies() -> None:
     """Its pieces of a model stayed in the source's memory for as long as its stream was open."""
     assert TIMES.offer_s <= run(asked_and_not_read()) < 2 * TIMES.offer_s
-    waits = "while_moving(partial(_lend, stream, held), moved, timeouts.offer_s, timeouts)"
-    with changed(serve, waits, "_lend(stream, held)"):
+    with changed(serve, "while_moving(lend, moved, timeouts.offer_s, timeouts)", "lend()"):
         assert breaks(lambda: run(asked_and_not_read()))
