@@ -141,8 +141,9 @@ class Manifest:
         return [copied.next_step for copied in self._found if copied.far]
 
     def begin(self, start: int) -> None:
-        """An epoch does, at this step; far copies of later ones are of steps that nobody was told of."""
-        self._found = [c for c in self._found if not c.far or c.next_step <= start]
+        """An epoch does, at this step. Its members forget copies of later ones with the first that they make."""
+        if any(c.next_step > start for c in self._found):
+            self.forget_after(start)
 
     def stay_with(self, members: Collection[str]) -> None:
         """Nearer copies of these members' plan are whole: whoever has no part in it need not keep older far ones any more."""
@@ -192,7 +193,7 @@ class Manifest:
         return sorted({c.next_step for c in self._found if not c.far and c.is_usable and c.next_step >= least})
 
     def forget_after(self, step: int) -> None:
-        """Copies of later steps are of a state that was computed wrongly."""
+        """Copies of later steps count no more: they are of a state that was computed wrongly, or members forget them."""
         self._found = [c for c in self._found if c.next_step <= step]
         self._tell(self._found)
 

@@ -208,6 +208,30 @@ def test_a_checkpoint_that_is_asked_for_while_another_is_read_does_not_wait_for_
         assert breaks(story)
 
 
+@pytest.mark.parametrize("far", [False, True])
+def test_an_epoch_that_begins_earlier_counts_no_copies_of_later_steps(far: bool) -> None:
+    """Members forget them with the first copy that they make; once their steps were told of, the next loss went back to them."""
+    told: list[list[int]] = []
+    copies = Manifest(lambda found: told.append([c.next_step for c in found]))
+
+    def add(*steps: int) -> None:
+        for step in steps:
+            copies.add(CopySet(step, (StageCopy({"w": "1"}, {}, {"p0"}),), far=far))
+
+    def newest() -> int | None:
+        found = copies.newest(99)
+        return found and found.next_step
+
+    add(5, 10)
+    copies.begin(7)
+    assert newest() == 5
+    assert told[-1] == [5]
+    add(9)
+    copies.begin(9)
+    assert newest() == 9
+    assert len(told) == 4, "nobody is told of what has not changed"
+
+
 def test_the_list_is_told_when_its_newest_copies_go() -> None:
     told: list[list[int]] = []
     copies = Manifest(lambda found: told.append([c.next_step for c in found]))
