@@ -107,7 +107,6 @@ class Saving:
         self._reported = start  # steps before this one have been reported
         self._news = asyncio.Event()
         self._hurry_after = math.inf  # so many reported steps nothing is trained: links are ours
-        self._is_awaited = False  # training waits for the one that is under way
         self.settled = asyncio.Event()  # while none is under way
         self.settled.set()
         self.latest: Checkpoint | None = None  # of this epoch
@@ -131,7 +130,7 @@ class Saving:
     def begin(self, next_step: int) -> None:
         """Members are about to be asked for copies of this step; no checkpoint is under way."""
         self._cadence.begun(next_step, _now_s())
-        self._step, self._is_awaited = next_step, False
+        self._step, self._hurry_after = next_step, math.inf
         self.settled.clear()
 
     @property
@@ -156,17 +155,12 @@ class Saving:
         self._hurry_if_over()
 
     def hurry_after(self, steps: int) -> None:
-        """Once so many steps have been reported nothing is trained any more: no rests from then on."""
+        """Once so many steps have been reported nothing is trained: no rests from then on, until the next checkpoint is begun."""
         self._hurry_after = steps
         self._hurry_if_over()
 
-    def hurry(self) -> None:
-        """Training waits for what is under way: no rests until that is done."""
-        self._is_awaited = True
-        self._hurry_if_over()
-
     def _hurry_if_over(self) -> None:
-        if self._is_awaited or self._reported >= self._hurry_after:
+        if self._reported >= self._hurry_after:
             for fetch in self._fetches.values():
                 fetch.hurry()
 

@@ -202,9 +202,9 @@ def test_a_checkpoint_that_is_asked_for_while_another_is_read_does_not_wait_for_
         run(asked())
 
     story()
-    with changed(Keeping, "self.saving.hurry()", "pass"):
+    with changed(Keeping, "self.saving.hurry_after(0)", "pass"):
         assert breaks(story)
-    with changed(Saving, "next_step, False", "next_step, self._is_awaited"):
+    with changed(Saving, "next_step, math.inf", "next_step, self._hurry_after"):
         assert breaks(story)
 
 
