@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import itertools
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -157,13 +158,30 @@ class Run:
         """One a step, as it was told last; none of a step that was taken back. A line that a killed owner or a power cut has torn
         is none.
         """
-        try:
+        told, _ = self._told()
+        return [told[step] for step in sorted(told)]
+
+    @property
+    def counts_to(self) -> float:
+        """The first step that was taken back and not told again: a state behind it does not count. Infinity where there is none."""
+        told, takes_back = self._told()
+        return next(step for step in itertools.count() if step not in told) if takes_back else math.inf
+
+    def _told(self) -> tuple[dict[int, dict[str, Any]], bool]:
+        """The reports by their steps, and whether some were taken back. Who takes a step back takes back all later ones."""
+        told, end, takes_back = dict[int, dict[str, Any]](), 0, False
+        data = b""
+        with suppress(OSError):
             data = self.report_file.read_bytes()
-        except OSError:
-            return []
-        lines = (line for line in map(_report, data.splitlines()) if line is not None)
-        told = {int(line["step"]): line for line in lines}  # what a power cut took was told again later
-        return [told[step] for step in sorted(told) if not is_retraction(told[step])]
+        for line in filter(None, map(_report, data.splitlines())):
+            step = int(line["step"])
+            if not is_retraction(line):
+                told[step], end = line, max(end, step + 1)  # what a power cut took was told again later
+                continue
+            takes_back = True
+            if step < end:
+                told, end = {s: line for s, line in told.items() if s < step}, step
+        return told, takes_back
 
 
 def _object(path: Path) -> dict[str, Any]:

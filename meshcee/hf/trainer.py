@@ -204,7 +204,7 @@ class Trainer:
 
         run = Home().run(result.run)
         try:
-            checkpoint = CheckpointStore(run.checkpoints).find(str(step), run.id)
+            checkpoint = CheckpointStore.found(run).find(str(step), run.id)
             checkpoint.verify()
             found = dict(checkpoint.weights(checkpoint.manifest["persistent"]))
         except (UsageError, CheckpointError) as error:

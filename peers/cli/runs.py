@@ -29,7 +29,7 @@ def _summary(run: Run) -> dict[str, Any]:
         "steps": last.get("steps", run.info.get("steps", 0)),
         "loss": last.get("loss"),
         "started": run.info.get("started"),
-        "checkpoints": [c.next_step for c in CheckpointStore(run.checkpoints).complete()],
+        "checkpoints": [c.next_step for c in CheckpointStore.found(run).complete()],
     }
 
 
@@ -94,7 +94,7 @@ def find(wanted: str) -> Checkpoint:
     """RUN or RUN@STEP: the newest checkpoint of a run of this machine, or that one."""
     run_id, _, step = wanted.partition("@")
     run = Home().run(run_id)
-    return CheckpointStore(run.checkpoints).find(step, run.id)
+    return CheckpointStore.found(run).find(step, run.id)
 
 
 def export(wanted: str, hf: Path | None, out: Path | None, *, ema: bool = False, as_json: bool) -> None:

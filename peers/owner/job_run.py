@@ -241,7 +241,7 @@ class Training:
         run_id, _, step = wanted.partition("@")
         run = self._home.run(run_id)
         self._diary = Diary(run, self._trouble)
-        store, about = CheckpointStore(run.checkpoints), run.about
+        store, about = CheckpointStore.found(run), run.about
         if step or store.complete() or about.job is None:
             begins, kinds = self._from_disk(store.find(step, run.id), run, captured)
         else:  # its owner died before the first checkpoint, or elsewhere: the copies are all that there is, or its first step
@@ -663,13 +663,13 @@ class Training:
             else:
                 self._diary.note(**info)
             self.result.run = self._steering.control.id = run.id
-            self._ledger.run, self._ledger.folder = self._key, run.folder
+            self._ledger.run, self._ledger.folder, self._ledger.rely = self._key, run.folder, self._diary.sync
             folder, devices, rely = run.checkpoints, sorted(self._numbers.kinds), self._diary.sync
             self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store, rely)
             self._store.spares, self._store.place = self._steering.control.spares, self._steering.source.state
             self._store.pinned = self._numbers.begins if self._job.audit else 0
-            if begins and self.base is not None:
-                self._store.forget_after(self.base.next_step)
+            if begins:
+                self._store.forget_after(self.base.next_step if self.base is not None else 0)
         except OSError as error:
             raise UsageError(
                 f"the run's folder cannot be written ({disk.refusal(error)}): make room, or set MESHCEE_HOME to another folder"

@@ -34,7 +34,7 @@ from meshcee.capture.initial_state import InitialState
 from meshcee.errors import CheckpointError, ProtocolError, UsageError
 from meshcee.events import Event
 from meshcee.fields import Count, read
-from meshcee.files import disk, dumps, loads
+from meshcee.files import Run, disk, dumps, loads
 from meshcee.files.tensor_files import Layout, OnDemand, byte_view, head_of
 from meshcee.job import Job
 from meshcee.sampling import order_digest
@@ -370,7 +370,7 @@ class Writer:
 
 class CheckpointStore:
     """The checkpoints of one run. `about` goes into every manifest: the job, the names of the model. `rely` brings to the disk
-    what one is worth nothing without.
+    what one is worth nothing without, and what takes one back.
     """
 
     def __init__(
@@ -421,6 +421,13 @@ class CheckpointStore:
             store.drafts, store.made = before.drafts, before.made
         return store
 
+    @classmethod
+    def found(cls, run: Run) -> CheckpointStore:
+        """Of a run that was left: what its reports have taken back counts no more, though its owner died before it was removed."""
+        store, least = cls(run.checkpoints), run.counts_to
+        store.taken_back = {later.folder for later in store.list_complete() if later.next_step > least}
+        return store
+
     def complete(self) -> list[Checkpoint]:
         """Newest first."""
         with self.lock:
@@ -457,9 +464,9 @@ class CheckpointStore:
     def forget_after(self, next_step: int) -> None:
         """A run goes on from here: what was written later will be written again."""
         with self.lock:
-            for later in self.list_complete():
-                if later.next_step > next_step:
-                    _remove(later.folder)
+            for later in [one for one in self.list_complete() if one.next_step > next_step]:
+                self.rely()
+                _remove(later.folder)
 
     def take_back(self, step: int) -> None:
         """What was written later counts no more: it is removed at once, or as soon as the disk lets it."""
@@ -471,9 +478,10 @@ class CheckpointStore:
             self.let_go()
 
     def let_go(self) -> None:
-        """Of what was taken back, for who holds the lock."""
+        """Of what was taken back, for who holds the lock; as soon as the disk knows that it was."""
         for folder in sorted(self.taken_back):
             with contextlib.suppress(OSError):
+                self.rely()
                 _remove(folder)
             if not folder.exists():
                 self.taken_back.discard(folder)

@@ -3,7 +3,7 @@
 The idea: a digest names bits, whoever holds them and from whatever plan they are. So a keeper, a joiner and an owner that
 saves a checkpoint read alike. They ask each source what it has, share the tensors out, read them chunk by chunk, and check
 each against its digest. A source that dies or sends other bits is left out, and what it owed is shared out again among the
-rest. What had arrived of a tensor stays.
+rest. One that has sent its share takes from the others what it would have sooner. What had arrived of a tensor stays.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,6 +37,8 @@ log = structlog.get_logger()
 
 MOST = 1 << 16  # tensors that one stream may ask for
 MOST_RANGES = 1024  # in one PULL, for its header
+LOOK_S = 1.0  # between two looks whether a source that has nothing to send may take from another
+SLOW = 4.0  # a source that takes so many times as long loses what it is sending to one that has nothing to send
 
 Range = tuple[int, int, int]  # which tensor, in the order of the SEEK; its first byte, how many
 Shape = tuple[torch.dtype, tuple[int, ...]]
@@ -45,7 +47,8 @@ Shape = tuple[torch.dtype, tuple[int, ...]]
 async def serve(
     stream: Stream, find: Callable[[Mapping[str, Any], str], torch.Tensor | None], timeouts: Timeouts
 ) -> None:
-    """Answer one reader until it closes. `find` gives what is held under a digest, for the header of its SEEK.
+    """Answer one reader until it closes. `find` gives what is held under a digest, for the header of its SEEK. That is asked again
+    for each part, so no reader keeps a copy here longer than its holder does; one that is gone ends the stream.
 
     Who knows a digest had the bits, or has it from the owner, or from the run's journal, which is for members with the role `own`.
     Nobody else learns anything here.
@@ -57,32 +60,32 @@ async def serve(
         if frame.kind != messages.SEEK or len(frame.payloads) != 1 or len(frame.payloads[0]) % DIGEST_BYTES:
             raise ProtocolError(f"expected digests, got a frame of kind {frame.kind!r}")
         raw = bytes(frame.payloads[0])
-        held = [find(frame.header, raw[i : i + DIGEST_BYTES].hex()) for i in range(0, len(raw), DIGEST_BYTES)]
+        digests = [raw[i : i + DIGEST_BYTES].hex() for i in range(0, len(raw), DIGEST_BYTES)]
         stream.max_payload_bytes = 0
 
         def moved() -> tuple[int, int]:
-            """What is held stays in memory while it is read. A slow link moves; a reader that stalls does not."""
+            """What is under way stays in memory until it is read. A slow link moves; a reader that stalls does not."""
             return stream.sent_bytes, stream.received_bytes
 
-        await while_moving(partial(_lend, stream, held), moved, timeouts.offer_s, timeouts)
+        lend = partial(_lend, stream, digests, partial(find, frame.header))
+        await while_moving(lend, moved, timeouts.offer_s, timeouts)
 
 
-async def _lend(stream: Stream, held: Sequence[torch.Tensor | None]) -> None:
-    await stream.send(Frame(messages.FOUND, {}, [bytes(tensor is not None for tensor in held)]))
-    views = [None if tensor is None else byte_view(tensor) for tensor in held]
+async def _lend(stream: Stream, digests: Sequence[str], find: Callable[[str], torch.Tensor | None]) -> None:
+    await stream.send(Frame(messages.FOUND, {}, [bytes(find(digest) is not None for digest in digests)]))
     while True:
-        await stream.send(Frame(messages.PART, {}, [_cut(views, await stream.recv())]))
+        await stream.send(Frame(messages.PART, {}, [_cut(digests, find, await stream.recv())]))
 
 
-def _cut(views: Sequence[memoryview | None], frame: Frame) -> bytes:
+def _cut(digests: Sequence[str], find: Callable[[str], torch.Tensor | None], frame: Frame) -> bytes:
     """The bytes that a PULL asks for."""
     found, left = [], CHUNK_BYTES
     for which, first, count in need(frame.header, "ranges", list[tuple[Count, Count, Count]]):
-        view = views[which] if which < len(views) else None
+        tensor = find(digests[which]) if which < len(digests) else None
         left -= count
-        if view is None or first + count > len(view) or left < 0:
+        if tensor is None or first + count > tensor.nbytes or left < 0:
             raise ProtocolError("it asked for bytes that are not here, or for too many at once")
-        found.append(view[first : first + count])
+        found.append(byte_view(tensor)[first : first + count])
     return b"".join(found)
 
 
@@ -102,8 +105,28 @@ class _Tensor:
 
 @dataclass
 class _Source:
-    stream: Stream
-    has: frozenset[str]
+    """A peer, what it has, and what of that it is to send: each tensor is one source's."""
+
+    stream: Stream | None = None  # none while there is nothing to send: nobody has to hold it open
+    has: frozenset[str] = frozenset()
+    owed: deque[str] = field(default_factory=deque)  # not asked for to their ends, in the order of `wanted`
+    begun: dict[str, int] = field(default_factory=dict)  # not whole, and asked for up to this byte
+    reading: asyncio.Task[None] | None = None
+    is_taking: bool = False  # what it has sent is being checked
+    moved_bytes: int = 0
+    used_s: float = 0.0  # that its answers took
+    waits_since_s: float | None = None  # for the next one
+
+    @property
+    def owes(self) -> set[str]:
+        return {*self.owed, *self.begun}
+
+    def waited_s(self, now_s: float) -> float:
+        return self.used_s + (0.0 if self.waits_since_s is None else now_s - self.waits_since_s)
+
+    def byte_s(self, now_s: float) -> float:
+        """That it takes for a byte, as far as it has shown: who was never waited for counts as quick."""
+        return self.waited_s(now_s) / (self.moved_bytes + CHUNK_BYTES)
 
 
 class Reader:
@@ -177,15 +200,22 @@ class Fetch:
             return
         try:
             async with asyncio.TaskGroup() as group:
-                for peer in sources:
-                    group.create_task(self._unless_lost(peer, partial(self._greet, peer)))
-            while shares := self._shares():
-                async with asyncio.TaskGroup() as group:
-                    for peer, digests in shares.items():
-                        group.create_task(self._unless_lost(peer, partial(self._read, peer, digests)))
+                self._sources = {peer: _Source() for peer in sources}
+                for peer, source in self._sources.items():
+                    group.create_task(self._unless_lost(peer, partial(self._greet, peer, source)))
+            async with asyncio.TaskGroup() as group:
+                while self._shares():
+                    for peer, source in self._sources.items():
+                        if source.owed and source.reading is None:
+                            work = self._unless_lost(peer, partial(self._read, peer, source))
+                            source.reading = group.create_task(work)
+                    reading = [source.reading for source in self._sources.values() if source.reading is not None]
+                    look_s = LOOK_S if len(reading) < len(self._sources) else None
+                    await asyncio.wait(reading, timeout=look_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for source in self._sources.values():
-                source.stream.abort()
+                self._hang_up(source)
+            self._sources.clear()
 
     async def _unless_lost(self, peer: str, work: Callable[[], Awaitable[None]]) -> None:
         """A source that fails is a source no more."""
@@ -193,12 +223,15 @@ class Fetch:
             await work()
         except (MeshceeError, StreamClosed, TimeoutError) as error:
             log.info(Event.SOURCE_LEFT_OUT, peer=peer, error=str(error))
-            if (source := self._sources.pop(peer, None)) is not None:
-                source.stream.abort()
+            self._hang_up(self._sources.pop(peer))
 
-    async def _greet(self, peer: str) -> None:
-        stream = await self._reader.open(peer)
-        self._sources[peer] = source = _Source(stream, frozenset())
+    def _hang_up(self, source: _Source) -> None:
+        if source.stream is not None:
+            source.stream.abort()
+        source.stream = None
+
+    async def _greet(self, peer: str, source: _Source) -> None:
+        source.stream = stream = await self._reader.open(peer)
         stream.max_payload_bytes = MOST
         await stream.send(Frame(messages.SEEK, self._reader.about, [b"".join(bytes.fromhex(d) for d in self._order)]))
         frame = await unless_silent(stream.recv, stream, self._timeouts)
@@ -206,35 +239,94 @@ class Fetch:
             raise ProtocolError(f"expected what it has of {len(self._order)} tensors, got {frame.kind!r}")
         stream.max_payload_bytes = CHUNK_BYTES
         source.has = frozenset(d for d, here in zip(self._order, bytes(frame.payloads[0])) if here)
+        source.owed = deque(digest for digest in source.owed if digest in source.has)  # it may have less than before
 
-    def _shares(self) -> dict[str, list[str]]:
-        """What each source is to send: large tensors first, each to the one of those who have it that has least to do."""
-        shares: dict[str, list[str]] = {}
-        load = dict.fromkeys(self._sources, 0)
-        for digest in sorted(self._left, key=lambda d: -self._left[d].size):
+    def _shares(self) -> bool:
+        """Say what each source is to send: large tensors first, each to the one of those who have it that has least to do. Who
+        has nothing to do takes from others. Whether anything is to be sent.
+        """
+        sources = self._sources.values()
+        nobodys = self._left.keys() - set().union(*(source.owes for source in sources))
+        load = {peer: self._bytes_of(source.owes) for peer, source in self._sources.items()}
+        more: dict[str, list[str]] = {peer: [] for peer in load}
+        for digest in sorted(nobodys, key=lambda d: -self._left[d].size):
             have = [peer for peer, source in self._sources.items() if digest in source.has]
             if have:
                 peer = min(have, key=load.__getitem__)
-                shares.setdefault(peer, []).append(digest)
-                load[peer] += self._left[digest].size - self._left[digest].got
-        return {peer: sorted(digests, key=self._number.__getitem__) for peer, digests in shares.items()}
+                more[peer].append(digest)
+                load[peer] += self._bytes_of([digest])
+        for peer, digests in more.items():
+            self._owe(self._sources[peer], digests)
+        now_s = asyncio.get_running_loop().time()
+        for source in [source for source in sources if source.reading is None and not source.owes]:
+            for other in sorted(sources, key=lambda o: -self._bytes_of(o.owes) * o.byte_s(now_s)):
+                if not source.owes:
+                    self._take_from(other, source, now_s)
+        return any(source.owes for source in sources)
 
-    async def _read(self, peer: str, digests: Sequence[str]) -> None:
-        stream, loop = self._sources[peer].stream, asyncio.get_running_loop()
-        stride = Stride(far=self._far)
-        requests, asked = self._requests(digests, stride), deque[list[Range]]()
+    def _bytes_of(self, digests: Iterable[str]) -> int:
+        """That are still to come."""
+        return sum(self._left[digest].size - self._left[digest].got for digest in digests)
+
+    def _owe(self, source: _Source, digests: Iterable[str]) -> None:
+        source.owed = deque(sorted({*source.owed, *digests}, key=self._number.__getitem__))
+
+    def _take_from(self, other: _Source, idle: _Source, now_s: float) -> None:
+        """The idle source takes the last tensors that another one was not asked for, as far as it would have them sooner. If there
+        are none, and the other is much slower, it takes what that is sending: the other's stream ends.
+        """
+        mine, theirs, taken = 0, self._bytes_of(other.owes), set[str]()
+        for digest in reversed(other.owed):
+            size = self._bytes_of([digest])
+            if digest not in idle.has or digest in other.begun:
+                continue
+            if (mine + size) * idle.byte_s(now_s) >= theirs * other.byte_s(now_s):
+                break
+            taken.add(digest)
+            mine, theirs = mine + size, theirs - size
+        other.owed = deque(digest for digest in other.owed if digest not in taken)
+        self._owe(idle, taken)
+        begun = other.begun.keys() & idle.has
+        is_slow = other.waited_s(now_s) > LOOK_S and other.byte_s(now_s) > SLOW * idle.byte_s(now_s)
+        if idle.owes or not begun or not is_slow or other.is_taking or other.reading is None:
+            return
+        self._owe(idle, begun)
+        left, other.owed = other.owes - begun, deque()
+        self._owe(other, left)
+        other.begun.clear()
+        other.used_s, other.waits_since_s = other.waited_s(now_s), None
+        other.reading.cancel()
+
+    async def _read(self, peer: str, source: _Source) -> None:
+        """What the source owes, over one stream."""
+        try:
+            if source.stream is None:
+                await self._greet(peer, source)
+            await self._read_owed(peer, source)
+        finally:
+            self._hang_up(source)
+            source.reading = None
+
+    async def _read_owed(self, peer: str, source: _Source) -> None:
+        stream, loop = source.stream, asyncio.get_running_loop()
+        assert stream is not None
+        stride, asked = Stride(far=self._far), deque[list[Range]]()
         while True:
             ahead = AHEAD if not self._gently or (self._urgent.is_set() and stride.is_fast) else 1
-            while len(asked) < ahead and (ranges := next(requests, None)) is not None:
+            while len(asked) < ahead and (ranges := self._request(source, stride)):
                 asked.append(ranges)
                 await stream.send(Frame(messages.PULL, {"ranges": ranges}))
             if not asked:
                 return
-            began_s = loop.time()
+            began_s = source.waits_since_s = loop.time()
             frame = await unless_silent(stream.recv, stream, self._timeouts)
             part_s = loop.time() - began_s
+            source.waits_since_s, source.used_s = None, source.used_s + part_s
             ranges = asked.popleft()
+            source.is_taking = True
             await self._take(peer, ranges, frame)
+            source.is_taking = False
+            source.moved_bytes += frame.payload_bytes
             used_s = part_s
             if self._gently:
                 stride.took(part_s, sum(count for _, _, count in ranges))
@@ -246,28 +338,19 @@ class Fetch:
             else:
                 self.read_s += used_s
 
-    def _requests(self, digests: Sequence[str], stride: Stride) -> Iterator[list[Range]]:
-        """Ranges of at most a stride together, one behind the other."""
+    def _request(self, source: _Source, stride: Stride) -> list[Range]:
+        """The next ranges of what the source owes, of at most a stride together; none if it was asked for everything."""
         ranges: list[Range] = []
-        room = self._most_bytes(stride)
-        for digest in digests:
-            wanted = self._left[digest]
-            first = wanted.got
-            while True:
-                count = min(wanted.size - first, room)
-                ranges.append((self._number[digest], first, count))
-                first, room = first + count, room - count
-                if room == 0 or len(ranges) == MOST_RANGES:
-                    yield ranges
-                    ranges, room = [], self._most_bytes(stride)
-                if first == wanted.size:
-                    break
-        if ranges:
-            yield ranges
-
-    def _most_bytes(self, stride: Stride) -> int:
-        """That are asked for at once."""
-        return stride.bytes if self._gently else CHUNK_BYTES
+        room = stride.bytes if self._gently else CHUNK_BYTES
+        while source.owed and room and len(ranges) < MOST_RANGES:
+            digest = source.owed[0]
+            size, first = self._left[digest].size, source.begun.get(digest, self._left[digest].got)
+            count = min(size - first, room)
+            ranges.append((self._number[digest], first, count))
+            source.begun[digest], room = first + count, room - count
+            if first + count == size:
+                source.owed.popleft()
+        return ranges
 
     async def _take(self, peer: str, ranges: Sequence[Range], frame: Frame) -> None:
         """A PART: its bytes go to their places; tensors that are whole are checked."""
@@ -291,6 +374,10 @@ class Fetch:
             if wanted.got == wanted.size:
                 whole.append(digest)
         other = await asyncio.to_thread(self._check, whole)
+        for digest in whole:
+            del self._sources[peer].begun[digest]
+            if digest not in other:
+                del self._left[digest]
         if any(self._left[digest].senders == {peer} for digest in other):
             self._begin_anew(other)
             raise ProtocolError("it sent other bits than those that were asked for")
@@ -310,7 +397,6 @@ class Fetch:
         self.read_s += (time.perf_counter() - began_s) / CORES
         for digest, data in checked.items():
             self._give(digest, data)
-            del self._left[digest]
         return other
 
     def _begin_anew(self, digests: Iterable[str]) -> None:

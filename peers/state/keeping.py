@@ -93,7 +93,6 @@ class Keeping:
             return True
         if next_step > self._saved:
             self._end = next_step
-            self.saving.hurry_after(next_step)
             await self.ask(next_step, save=True, last=True)
         return False
 
@@ -129,8 +128,11 @@ class Keeping:
         copying.forget_before(min(copying.needed, default=since))
         header = {"next_step": next_step, "since": since, "besides": besides}
         if save:
+            self.saving.hurry_after(0)  # nothing is fed until it is done
             await self._until(self.saving.settled)
             self.saving.begin(next_step)
+            if last:
+                self.saving.hurry_after(next_step)
         asks = (copying.hand_over, hand_over), (copying.begin, keep), (copying.ask_last, last), (copying.ask, True)
         next(ask for ask, wanted in asks if wanted)(next_step)
         for link in self._links:

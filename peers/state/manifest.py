@@ -141,8 +141,9 @@ class Manifest:
         return [copied.next_step for copied in self._found if copied.far]
 
     def begin(self, start: int) -> None:
-        """An epoch does, at this step; far copies of later ones are of steps that nobody was told of."""
-        self._found = [c for c in self._found if not c.far or c.next_step <= start]
+        """An epoch does, at this step. Its members forget copies of later ones with the first that they make."""
+        if any(c.next_step > start for c in self._found):
+            self.forget_after(start)
 
     def stay_with(self, members: Collection[str]) -> None:
         """Nearer copies of these members' plan are whole: whoever has no part in it need not keep older far ones any more."""
@@ -192,7 +193,7 @@ class Manifest:
         return sorted({c.next_step for c in self._found if not c.far and c.is_usable and c.next_step >= least})
 
     def forget_after(self, step: int) -> None:
-        """Copies of later steps are of a state that was computed wrongly."""
+        """Copies of later steps count no more: they are of a state that was computed wrongly, or members forget them."""
         self._found = [c for c in self._found if c.next_step <= step]
         self._tell(self._found)
 
@@ -216,6 +217,7 @@ class Ledger:
     def __init__(self, agent: MeshView, trouble: Trouble, journal: Journal) -> None:
         self.run = ""  # the name by which members know it
         self.folder: Path | None = None  # of the run; without one nothing is written
+        self.rely: Callable[[], None] = lambda: None  # brings to the disk the reports of the steps before these copies
         self._agent = agent
         self._trouble = trouble
         self._journal = journal
@@ -245,13 +247,17 @@ class Ledger:
             self._next = None
             data = dumps(what).encode()
             try:
-                await asyncio.to_thread(disk.write_whole, folder / COPIES, data)
+                await asyncio.to_thread(self._put, folder / COPIES, data)
             except OSError as error:  # the run goes on; only a resumed one would go back further
                 self._trouble.tell(WHAT, error, len(data))
             else:
                 self._trouble.over(WHAT)
         if self._untold is not None:
             self._untold.asked, self._untold = self._journal.ask(), None
+
+    def _put(self, path: Path, data: bytes) -> None:
+        self.rely()
+        disk.write_whole(path, data)
 
 
 def noted(folder: Path, run: str, after: int, done: int) -> list[CopySet]:

@@ -176,6 +176,7 @@ class Lender:
             self.copies.frozen = {d: tensors for d, tensors in found.items() if tensors}
         self._frozen, self._owner = {}, offer.owner
         self.of, self.copies.goes_on = offer.run, True
+        self.copies.begin()
         # Who looks for peers no longer may die: a standby takes its own time to find that out.
         self._keep_s = max(offer.terms.regroup_s, self._timeouts.regroup_s)
         return self.copies

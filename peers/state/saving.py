@@ -130,7 +130,7 @@ class Saving:
     def begin(self, next_step: int) -> None:
         """Members are about to be asked for copies of this step; no checkpoint is under way."""
         self._cadence.begun(next_step, _now_s())
-        self._step = next_step
+        self._step, self._hurry_after = next_step, math.inf
         self.settled.clear()
 
     @property
@@ -155,7 +155,7 @@ class Saving:
         self._hurry_if_over()
 
     def hurry_after(self, steps: int) -> None:
-        """Once so many steps have been reported nothing is trained any more: no rests from then on."""
+        """Once so many steps have been reported nothing is trained: no rests from then on, until the next checkpoint is begun."""
         self._hurry_after = steps
         self._hurry_if_over()
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from meshcee.config import OWN_COPIES
 from meshcee.errors import ProtocolError
 from meshcee.files.tensor_files import Layout
 from meshcee.stage import StageRunner
@@ -40,6 +41,7 @@ class _Copy:
     tensors: Mapping[str, torch.Tensor]  # weights, and the optimizer's state
     by_digest: Mapping[str, torch.Tensor] = field(default_factory=dict)  # once the digests are known
     took_s: float = 0.0
+    is_left: bool = False  # by an epoch before this one
 
     @property
     def nbytes(self) -> int:
@@ -60,6 +62,11 @@ class CopyStore:
         self.evidence: dict[str, torch.Tensor] = {}  # by digest: what an audit asks for
         self.frozen: dict[str, list[torch.Tensor]] = {}  # by digest: as an epoch or job before has left it
 
+    def begin(self) -> None:
+        """Another epoch does. Its members may still read what it begins with when it makes copies of that very step."""
+        for copy in self._all():
+            copy.is_left = True
+
     def take(self, next_step: int, runner: StageRunner, since: int = 0, besides: Collection[int] = ()) -> None:
         """Copy the stage as it stands before `next_step`. Runs on the compute thread.
 
@@ -68,7 +75,12 @@ class CopyStore:
         """
         began_s = time.perf_counter()
         copy = _Copy(next_step, stage_tensors(runner))
-        self._copies = [*_needed(self._copies, next_step, since, besides), copy]
+        left = [c for c in self._copies if c.is_left and c.next_step == next_step]
+        kept = [*_needed(self._copies, next_step, since, besides), *left]
+        if len(kept) >= OWN_COPIES:
+            again = {c.next_step for c in (*kept, copy) if not c.is_left}
+            kept = [c for c in kept if not (c.is_left and c.next_step in again)]
+        self._copies = [*kept, copy]
         copy.took_s = time.perf_counter() - began_s
 
     def digest(self, next_step: int, layout: Layout) -> tuple[dict[str, str], float]:
@@ -77,7 +89,7 @@ class CopyStore:
         `layout` has the types in which others expect it. From now on `find` gives its tensors. Takes a second for a
         gigabyte, so it runs in a thread.
         """
-        copy = next((c for c in self._copies if c.next_step == next_step), None)
+        copy = next((c for c in reversed(self._copies) if c.next_step == next_step), None)
         if copy is None:
             raise ProtocolError(f"no copy after {next_step} steps is held here")
         began_s = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -109,6 +110,24 @@ def test_a_step_that_was_taken_back_is_no_report_until_it_is_told_again(tmp_path
     diary.report(line(1))
     diary.close()
     assert diary.run.reports() == [line(0), line(1)]
+
+
+@pytest.mark.parametrize("lost", [(), (1,), (2, 3), (1, 3)])
+def test_who_takes_a_step_back_takes_back_all_later_ones_though_their_lines_are_lost(
+    tmp_path: Path, lost: tuple[int, ...]
+) -> None:
+    """A power cut loses any of them: a step between two that were taken back was held against the right one."""
+    diary = begun(Home(tmp_path))
+    for step in range(4):
+        diary.report(line(step))
+    assert diary.run.counts_to == math.inf
+    back = [step for step in (1, 2, 3) if step not in lost]
+    diary.take_back(back)
+    assert diary.run.reports() == [line(step) for step in range(back[0])]
+    assert diary.run.counts_to == back[0]
+    diary.report(line(back[0]))
+    assert diary.run.counts_to == back[0] + 1
+    diary.close()
 
 
 def test_a_line_that_the_disk_refused_is_brought_to_it_later(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ from peers.owner.result import Result
 from peers.owner.story import Story
 from peers.state import checkpoint
 from peers.state.checkpoint import CheckpointStore, Draft
-from peers.state.journal import Mirror
-from peers.state.manifest import noted
+from peers.state.journal import Journal, Mirror
+from peers.state.manifest import CopySet, Ledger, noted
 from peers.state.shelf import COPIES, INFO, REPORTS, Seal
 from peers.transport import Frame
 from peers.wire import messages
@@ -126,15 +126,30 @@ def weights(folder: Path) -> Iterator[Callable[[Path], None]]:
 
 
 def ledger(folder: Path) -> Iterator[Callable[[Path], None]]:
-    def newest(least: int, found: Path) -> None:
-        kept = [copied.next_step for copied in noted(found, "run", 0, 99)]
-        assert (kept or [0])[0] >= least
+    """Copies count if the steps before them were told of, so those are on the disk first."""
 
-    for n in range(3):
-        yield partial(newest, n)
-        text = f'{{"run": "run", "copies": [{{"next_step": {n + 1}, "stages": []}}]}}'
-        disk.write_whole(folder / COPIES, text.encode())
+    def newest(least: int, found: Path) -> None:
+        run = Home(found / "home").run("last")
+        told = len(run.reports())
+        assert told >= least
+        assert [copied.next_step for copied in noted(run.folder, "run", 0, told)][-1:] >= [least][: least > 0]
+        assert noted(run.folder, "run", told, 99) == []
+
+    diary = Diary(Home(folder / "home").new_run("job"), Trouble())
+    diary.begin(name="job")
+
+    async def note(next_step: int) -> None:
+        async with asyncio.TaskGroup() as group:
+            one = Ledger(cast(MeshView, SimpleNamespace(spawn=group.create_task)), Trouble(), cast(Journal, None))
+            one.run, one.folder, one.rely = "run", diary.run.folder, diary.sync
+            one.note([CopySet(next_step, ())])
+
+    for step in range(3):
+        yield partial(newest, step)
+        diary.report(line(step))
+        asyncio.run(note(step + 1))
     yield partial(newest, 3)
+    diary.close()
 
 
 def fed(folder: Path) -> Iterator[Callable[[Path], None]]:
@@ -203,6 +218,43 @@ def a_run(folder: Path) -> Iterator[Callable[[Path], None]]:
     diary.end("done")
     diary.close()
     yield partial(goes_on, 4, "done")
+
+
+def taken_back(folder: Path) -> Iterator[Callable[[Path], None]]:
+    """Steps from 4 on were a liar's, as was the state behind them; they are taken back, and told again."""
+
+    def lie(step: int) -> dict[str, Any]:
+        return {**line(step), "loss": -1.0}
+
+    def goes_on(least: int, found: Path) -> None:
+        """The state that a run goes on from, and the losses that it is held against, are both the liar's or neither is."""
+        run = Home(found / "home").runs()[0]
+        told = run.reports()
+        steps = [entry["step"] for entry in told]
+        assert steps == [*range(len(told))]
+        newest = CheckpointStore.found(run).complete()[0]
+        check(newest)
+        assert 4 <= newest.next_step <= len(told)
+        assert len(told) >= least
+        assert told in ([line(step) for step in steps], [line(step) if step < 4 else lie(step) for step in steps])
+        if newest.next_step == 4:
+            assert told == [line(step) for step in steps], "computed again they have other losses"
+
+    diary = Diary(Home(folder / "home").new_run("job"), Trouble())
+    diary.begin(name="job")
+    store = CheckpointStore(diary.run.checkpoints, {"micro_batch": 6}, diary.sync)
+    for step in range(6):
+        diary.report(line(step) if step < 4 else lie(step))
+        if step in (3, 5):
+            drafted(store, step + 1).finish(FIXED, {"fixed": (torch.float32, (3,))}, plan={})
+    yield partial(goes_on, 4)
+    diary.take_back([4, 5])
+    store.take_back(4)
+    for step in (4, 5):
+        diary.report(line(step))
+    drafted(store, 6).finish(FIXED, {"fixed": (torch.float32, (3,))}, plan={})
+    yield partial(goes_on, 6)
+    diary.close()
 
 
 def founding(folder: Path) -> Iterator[Callable[[Path], None]]:
@@ -351,7 +403,7 @@ def story(folder: Path) -> Iterator[Callable[[Path], None]]:
     yield partial(intact, 3)
 
 
-WORK = [terms, secrets, incarnations, weights, ledger, fed, founding, admissions, mirror, story]
+WORK = [terms, secrets, incarnations, weights, ledger, fed, taken_back, founding, admissions, mirror, story]
 
 
 @pytest.mark.cases(4)
@@ -372,6 +424,9 @@ def test_a_run_survives_a_power_cut(tmp_path: Path) -> None:
         (secrets, disk.write_once, "sync_folder(path.parent)", "pass"),
         (secrets, disk.new_folder, "sync_folder(path.parent)", "pass"),
         (a_run, Draft, "self._store.rely()", "pass"),
+        (ledger, Ledger, "self.rely()", "pass"),
+        (taken_back, CheckpointStore.let_go, "self.rely()", "pass"),
+        (taken_back, CheckpointStore, " if f not in self.taken_back", ""),
         (a_run, Draft, "disk.sync_folder(self._store.folder)", "pass"),
         (a_run, checkpoint, "disk.sync_folder(folder.parent)", "pass"),
         (founding, Founding.note, "disk.write_whole(", "disk.append("),

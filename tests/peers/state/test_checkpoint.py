@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from meshcee.capture import Capture, capture
 from meshcee.config import Timeouts
 from meshcee.eager import plain
 from meshcee.errors import CheckpointError, MeshceeError, UsageError, unwrap
-from meshcee.files import Trouble
+from meshcee.files import Trouble, dumps
 from meshcee.files.home import Home, Run
 from meshcee.job import Job
 from meshcee.optim import PER_PARAMETER, Optimizer, Schedule
@@ -82,11 +83,13 @@ async def run(
     captured: Capture | None = None,
     until: int | None = None,
     resume: str | None = None,
+    hear: Callable[[Any], None] = lambda report: None,
 ) -> Result:
     """Train in this process; `until` abandons the run, as a crash would, once that step is reported and a checkpoint is there."""
     try:
         async with join(JoinOptions(local=stages), home) as mesh:
             async for report in mesh.train(job, resume=resume, captured=captured or capture(job)):
+                hear(report)
                 if report.step == until:
                     async with asyncio.timeout(60):
                         while not CheckpointStore(home.run("last").checkpoints).complete():  # noqa: ASYNC110
@@ -128,6 +131,35 @@ async def test_a_run_that_was_cut_off_goes_on_with_other_stages_bit_for_bit(tmp_
     assert [line["loss"] for line in cut.reports()] == losses
     assert [c.next_step for c in CheckpointStore(cut.checkpoints).complete()] == [9, 6]
     assert len(list(cut.checkpoints.iterdir())) == 2
+
+
+@pytest.mark.parametrize("first", [0, 3])
+async def test_a_run_goes_on_before_the_steps_that_were_taken_back_though_their_state_is_there(
+    tmp_path: Path, first: int
+) -> None:
+    """Its owner was killed before the disk let go of a liar's state, and that was the newest."""
+    home = Home(tmp_path)
+    cut = await crashed(job_of(), home, captured=captured_job(), until=6)
+    steps = [c.next_step for c in CheckpointStore(cut.checkpoints).complete()]
+    assert steps == [6, 3]
+    back = [line["step"] for line in cut.reports() if line["step"] >= first]
+    lines = [dumps({"step": step, "loss": None}) for step in back]
+    cut.report_file.write_text(cut.report_file.read_text() + "\n".join(lines) + "\n")
+    assert [c.next_step for c in CheckpointStore.found(cut).complete()] == [3][:first]
+    with pytest.raises(UsageError, match="no checkpoint after 6 steps"):
+        await run(job_of(), home, 2, captured=captured_job(), resume=f"{cut.id}@6")
+    liars = os.stat(cut.checkpoints / "step-00000006").st_ino
+    left = list[int]()
+
+    def hear(report: Any) -> None:
+        left.append(sum(folder.stat().st_ino == liars for folder in cut.checkpoints.glob("step-*6")))
+
+    result = await run(job_of(), home, 2, captured=captured_job(), resume=cut.id, hear=hear)
+    assert not any(left), "a loss would go back to it"
+    assert result.losses == [line["loss"] for line in cut.reports()] == plain(job_of(), STEPS, 6)[0]
+    assert [line["step"] for line in cut.reports()] == [*range(STEPS)]
+    lines = cut.report_file.read_text().splitlines()
+    assert len(lines) == STEPS + 2 * len(back), "which are told again"
 
 
 @pytest.mark.cases(1)

@@ -41,6 +41,7 @@ from peers.wire import messages
 from peers.wire.member_link import Link
 from peers.wire.offer import Offer, Terms
 from peers.wire.weights import digest_of, digests_in, digests_of
+from tests.mutation import breaks, changed
 from tests.peers.member.test_training import make_job
 from tests.rig.mesh_fixture import even_plan, grouped, train
 from tests.rig.virtual_time import run
@@ -265,6 +266,36 @@ def test_a_member_forgets_copies_that_are_needed_no_more() -> None:
         held.make_room(source, step, 6)
         assert held.others_bytes == left
     assert held.find("ab") is None
+
+
+def test_what_an_epoch_begins_with_is_held_though_a_copy_of_that_very_step_is_made() -> None:
+    """Whoever has what another one trained before still reads it; a user had stopped the run behind a change of plans."""
+    state = {"w": torch.zeros(1)}
+    runner: Any = SimpleNamespace(
+        spec=SimpleNamespace(trainable=("w",), mutated=()), state_dict=lambda: state, optimizer_state=dict
+    )
+
+    def made(step: int, value: float, since: int) -> str:
+        state["w"] = torch.full((1,), value)
+        held.take(step, runner, since)
+        return held.digest(step, {"w": (torch.float32, (1,))})[0]["w"]
+
+    def story() -> None:
+        before = made(3, 1.0, 0)
+        held.begin()
+        once, again = made(3, 2.0, 3), made(3, 3.0, 3)
+        assert [held.find(digest) is not None for digest in (before, once, again)] == [True, False, True]
+        later = made(4, 4.0, 3)
+        assert all(held.find(digest) is not None for digest in (before, again, later))
+        last = made(5, 5.0, 3)
+        assert held.find(before) is None, "three copies are all that there is room for"
+        assert all(held.find(digest) is not None for digest in (again, later, last))
+
+    held = CopyStore()
+    story()
+    held = CopyStore()
+    with changed(CopyStore.take, "since, besides), *left]", "since, besides)]"):
+        assert breaks(story)
 
 
 def test_copies_of_another_region_are_kept_as_long_as_they_are_needed_whatever_becomes_of_near_ones() -> None:

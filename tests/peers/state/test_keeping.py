@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
@@ -9,6 +11,7 @@ from unittest import mock
 import pytest
 
 from meshcee.config import OWN_COPIES
+from peers.state.fetch import Fetch
 from peers.state.keeping import Keeping, Supplies
 from peers.state.manifest import CopySet, Manifest, StageCopy
 from peers.state.policy import Keepers
@@ -155,6 +158,78 @@ def test_a_checkpoint_that_is_asked_for_behind_a_hand_over_comes_with_the_first_
     story()
     with changed(Keeping, " or (asked and first and self.copying.can_begin(next_step))", ""):
         assert breaks(story)
+
+
+class Gentle(Fetch):
+    """Rests until it is told to hurry."""
+
+    def __init__(self) -> None:
+        super().__init__({}, mock.Mock())
+        self.hurried = asyncio.Event()
+
+    def hurry(self) -> None:
+        self.hurried.set()
+
+    async def run(self, sources: Iterable[str]) -> None:
+        await self.hurried.wait()
+
+
+@pytest.mark.parametrize("waits_first", [False, True])
+def test_a_checkpoint_that_is_asked_for_while_another_is_read_does_not_wait_for_its_rests(waits_first: bool) -> None:
+    """A read takes a twentieth of its link's time. Nothing was fed for twenty times as long as it would have taken."""
+
+    async def asked() -> None:
+        epoch = Kept()
+        await epoch.ask(10, save=True)
+        fetch, link = Gentle(), epoch.links[0]
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+
+            async def read(fetch: Gentle) -> None:
+                await asyncio.sleep(waits_first)
+                await epoch.saving.read(link, StageCopy(), fetch)
+                epoch.saved(10)
+
+            group.create_task(read(fetch))
+            await asyncio.sleep(0.5)
+            await epoch.ask(20, save=True)
+        following = Gentle()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(60):
+                await epoch.saving.read(link, StageCopy(), following)
+        assert not following.hurried.is_set(), "training does not wait for this one"
+
+    def story() -> None:
+        run(asked())
+
+    story()
+    with changed(Keeping, "self.saving.hurry_after(0)", "pass"):
+        assert breaks(story)
+    with changed(Saving, "next_step, math.inf", "next_step, self._hurry_after"):
+        assert breaks(story)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_an_epoch_that_begins_earlier_counts_no_copies_of_later_steps(far: bool) -> None:
+    """Members forget them with the first copy that they make; once their steps were told of, the next loss went back to them."""
+    told: list[list[int]] = []
+    copies = Manifest(lambda found: told.append([c.next_step for c in found]))
+
+    def add(*steps: int) -> None:
+        for step in steps:
+            copies.add(CopySet(step, (StageCopy({"w": "1"}, {}, {"p0"}),), far=far))
+
+    def newest() -> int | None:
+        found = copies.newest(99)
+        return found and found.next_step
+
+    add(5, 10)
+    copies.begin(7)
+    assert newest() == 5
+    assert told[-1] == [5]
+    add(9)
+    copies.begin(9)
+    assert newest() == 9
+    assert len(told) == 4, "nobody is told of what has not changed"
 
 
 def test_the_list_is_told_when_its_newest_copies_go() -> None:
