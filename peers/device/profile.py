@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 
-import psutil
 import torch
 
 from meshcee.errors import UsageError
 from meshcee.figures import DeviceProfile
 from meshcee.figures.kernels import KernelClass
+from meshcee.files import limits
 from peers.device.compute import Compute
 from peers.device.kernels import fingerprints
 from peers.device.this_host import capability, cores, quiet, versions
@@ -44,7 +44,7 @@ def _device_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * 0.9)
-    return int(psutil.virtual_memory().available * MEMORY_SHARE)
+    return max(1, int(limits.free_bytes() * MEMORY_SHARE))
 
 
 def _device_name(device: torch.device) -> str:
