@@ -187,11 +187,7 @@ def _cuda(device: Device) -> Finding:
 
 
 def _threads(device: Device) -> Finding:
-    may = (
-        min(device.cores, max(1, round(device.quota)))
-        if device.quota is not None and math.isfinite(device.quota)
-        else device.cores
-    )
+    may = device.cores
     text = f"torch computes with {count(device.threads, 'thread')}, and this process may use {count(may, 'core')}"
     if device.threads > may:
         return warn("device", "threads", text, f"start peers with --threads {may}")

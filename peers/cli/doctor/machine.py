@@ -108,8 +108,9 @@ def _p2pd() -> Package:
 def device() -> Device:
     import torch
 
-    from peers.device import cores, kernel_class, resolve_device
+    from peers.device import cores, kernel_class, resolve_device, take_threads
 
+    take_threads(None)  # as a peer does
     chosen, threads = resolve_device("auto"), torch.get_num_threads()
     cuda = tuple(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
     return Device(
@@ -117,7 +118,6 @@ def device() -> Device:
         str(kernel_class(torch.device(chosen), threads)),
         threads,
         cores(),
-        limits.core_quota(),
         {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
         sum(_is_nvidia(place) for place in Path("/sys/bus/pci/devices").glob("*")),
         driver_of(_first_line(Path("/proc/driver/nvidia/version"))),

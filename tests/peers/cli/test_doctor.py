@@ -146,7 +146,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # what is planted; 
         "--threads 2",
     ),
     "more threads than cores": (
-        {"device": replace(DEVICE, threads=8, quota=4.0, cores=8)},
+        {"device": replace(DEVICE, threads=8, cores=4)},
         "warn",
         "threads",
         "--threads 4",
