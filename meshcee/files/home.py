@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from meshcee.errors import JoinError, ProtocolError, UsageError
+from meshcee.errors import JoinError, NotNowError, ProtocolError, UsageError
 from meshcee.fields import Count, Finite, NotNegative, Ordinal, read
 from meshcee.files import disk
 from meshcee.files.strict_json import loads
@@ -266,7 +266,7 @@ class Home:
         try:
             yield
         except OSError as error:
-            raise UsageError(
+            raise (NotNowError if disk.is_full(error) else UsageError)(
                 f"this machine's folder cannot be written ({disk.refusal(error)}): make room, check its owner and permissions, "
                 "or set MESHCEE_HOME to another folder"
             ) from error

@@ -5,7 +5,7 @@ The idea: each command is a thin function over the Python API. Flags are declare
 
 Exit codes:
 
-- 0 ok, 1 bug, 2 usage, 3 cannot join, 4 model cannot be captured
+- 0 ok, 1 bug, 2 usage, 3 cannot join, or not now, 4 model cannot be captured
 - 5 no feasible plan, 6 unrecoverable loss of peers, 7 non-finite loss
 - 8 not permitted, 9 damaged checkpoint, 10 not equal to the plain loop, 130 interrupted
 """
@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from meshcee import __version__
-from meshcee.errors import MeshceeError, UsageError
+from meshcee.errors import MeshceeError, NotNowError, UsageError
 from meshcee.files import disk, dumps
 from meshcee.files.steady import steady_output
 from peers.cli.session import KINDS, printable, read_token, spin_briefly, write_job
@@ -639,7 +639,8 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(MeshceeError(f"no memory is left on this machine{said}; free some, then run the command again"), 1)
     except Exception as error:
         if isinstance(error, OSError) and disk.is_refusal(error):  # a file that the user has named
-            _fail(UsageError(f"{disk.refusal(error)}; make room, or name another place"), UsageError.exit_code)
+            kind = NotNowError if disk.is_full(error) else UsageError
+            _fail(kind(f"{disk.refusal(error)}; make room, or name another place"), kind.exit_code)
         traceback.print_exc()
         _fail(error, 1)
 
