@@ -110,9 +110,10 @@ class Run:
 
     @property
     def process(self) -> psutil.Process | None:
-        """The owner's process, while it holds the run."""
+        """The owner's process, while it holds the run; None where its number is one of another container or machine."""
         try:
-            return psutil.Process(int((self.folder / LOCK).read_bytes())) if self.is_owned else None
+            pid, *where = (self.folder / LOCK).read_text().split()
+            return psutil.Process(int(pid)) if self.is_owned and where in ([], [_numbered_in()]) else None
         except (OSError, ValueError, psutil.Error):
             return None
 
@@ -148,7 +149,7 @@ class Run:
                     disk.remove(mark)
             with suppress(OSError):  # a disk without room is told of where more is written
                 lock.truncate(0)
-                lock.write(str(os.getpid()).encode())
+                lock.write(f"{os.getpid()} {_numbered_in()}".encode())
             return lock
         lock.close()
         raise UsageError(f"run {self.id} is still running; stop it with `meshcee run stop {self.id}`")
@@ -164,6 +165,15 @@ class Run:
         lines = (line for line in map(_report, data.splitlines()) if line is not None)
         told = {int(line["step"]): line for line in lines}  # what a power cut took was told again later
         return [told[step] for step in sorted(told) if not is_retraction(told[step])]
+
+
+def _numbered_in() -> str:
+    """Where a number names one process: this machine since it was started, and this container."""
+    found = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    try:
+        return f"{found[0].read_text().strip()}/{found[1].stat().st_ino}"
+    except OSError:  # another system
+        return "-"
 
 
 def _object(path: Path) -> dict[str, Any]:

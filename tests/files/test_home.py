@@ -15,6 +15,7 @@ from meshcee.errors import UsageError
 from meshcee.files import disk
 from meshcee.files.home import Home, Run
 from meshcee.files.trouble import Trouble
+from peers.cli.ui.wishes import ask_to_stop
 from peers.owner.diary import Diary
 from tests.rig.disks import RefusingDisk
 
@@ -54,6 +55,24 @@ def test_a_run_is_its_new_owners_before_it_is_described_anew(tmp_path: Path) -> 
     diary = Diary(run, Trouble())
     assert run.process == psutil.Process()
     diary.close()
+
+
+def test_a_number_of_another_container_names_no_process_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have a process 1: `run stop` in a container beside the run's sent the signal to itself."""
+    run, signals = Home(tmp_path).new_run("job"), list[int]()
+    monkeypatch.setattr(psutil.Process, "send_signal", lambda process, number: signals.append(number))
+    with run.hold():
+        lock = run.folder / "owner.lock"
+        pid, there = lock.read_text().split()
+        for other in (there.replace("/", "/9"), f"9{there}"):
+            lock.write_text(f"{pid} {other}")
+            assert run.state == "running"
+            assert run.process is None
+            with pytest.raises(UsageError, match="another container"):
+                ask_to_stop(run)
+        assert signals == []
+        lock.write_text(pid)  # of an owner that knows nothing of that
+        assert run.process == psutil.Process()
 
 
 @pytest.mark.parametrize(
