@@ -26,7 +26,7 @@ from meshcee.files.strict_json import loads
 
 __all__ = ["About", "Home", "Run", "file_name", "home_folder", "is_locked", "is_retraction", "under"]
 
-LOCK = "owner.lock"
+LOCK, NUMBER = "owner.lock", "number"
 
 
 def is_locked(path: Path) -> bool:
@@ -79,6 +79,14 @@ class Run:
     @property
     def id(self) -> str:
         return self.folder.name
+
+    @property
+    def order(self) -> tuple[int, str]:
+        """Its place among the runs of this machine, by a number that no clock sets back. Older runs have names alone."""
+        try:
+            return int((self.folder / NUMBER).read_bytes()), self.id
+        except (OSError, ValueError):
+            return 0, self.id
 
     @property
     def checkpoints(self) -> Path:
@@ -298,21 +306,24 @@ class Home:
         return following
 
     def new_run(self, name: str) -> Run:
-        """An empty folder for it."""
+        """A folder for it, with nothing but its number."""
         base = time.strftime("%Y%m%d-%H%M%S") + f"-{file_name(name)}"
-        with self.writable():
+        with self.writable(), disk.locked(self.folder / "runs"):
             disk.make_folder(self.folder / "runs")
+            number = max((run.order[0] for run in self.runs()), default=0) + 1
             for attempt in itertools.count():
                 folder = self.folder / "runs" / (base if attempt == 0 else f"{base}-{attempt}")
                 with suppress(FileExistsError):
                     disk.new_folder(folder)
+                    disk.write_whole(folder / NUMBER, str(number).encode())
                     return Run(folder)
         raise AssertionError("there is always another number")
 
     def runs(self) -> list[Run]:
         """Newest first."""
         folder = self.folder / "runs"
-        return [Run(f) for f in sorted(folder.iterdir(), reverse=True) if f.is_dir()] if folder.exists() else []
+        found = (Run(place) for place in folder.iterdir() if place.is_dir()) if folder.exists() else ()
+        return sorted(found, key=lambda run: run.order, reverse=True)
 
     def run(self, run_id: str) -> Run:
         """A run by id or unique beginning; "last" is the newest. An id that begins another one is still that run's."""

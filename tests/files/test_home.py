@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -55,6 +56,19 @@ def test_a_run_is_its_new_owners_before_it_is_described_anew(tmp_path: Path) -> 
     diary = Diary(run, Trouble())
     assert run.process == psutil.Process()
     diary.close()
+
+
+def test_the_last_run_is_the_one_that_was_begun_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are times of a clock that goes back, and number 10 of a second stands before number 2."""
+    home, hour = Home(tmp_path), ["20261025-0259"]
+    monkeypatch.setattr(time, "strftime", lambda shape: f"{hour[0]}00")
+    (tmp_path / "runs" / "20261025-025900-older").mkdir(parents=True)
+    made = [home.new_run("job") for _ in range(12)]
+    hour[0] = "20261025-0200"
+    made.append(home.new_run("job"))
+    assert home.run("last") == made[-1]
+    assert [run.id for run in home.runs()] == [*(run.id for run in reversed(made)), "20261025-025900-older"]
+    assert home.run("20261025-0200") == made[-1]
 
 
 def test_a_number_of_another_container_names_no_process_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
