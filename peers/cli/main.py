@@ -167,11 +167,16 @@ def peer_install(
 
     typed = {"COMMANDLINE", "ENVIRONMENT"}  # the rest is in the file of settings, which the service reads itself
     said = {
-        f"--{name.replace('_', '-')}": value
+        name: value
         for name, value in vars(lent).items()
         if name != "join" and getattr(context.get_parameter_source(name), "name", "") in typed
     }
-    install(service_of(said, lent.join), lent.join, only_print=only_print)
+    kept = context.parent.params if context.parent is not None else {}  # as `meshcee peer` has them
+
+    def flags(values: dict[str, Any]) -> dict[str, Any]:
+        return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
+
+    install(service_of(flags(said), lent.join, flags(kept)), lent.join, only_print=only_print)
 
 
 @peer_app.command("uninstall", epilog="Example: meshcee peer uninstall")

@@ -232,8 +232,13 @@ def system_of(platform: str = sys.platform, environment: os._Environ[str] | dict
     return System(folder / UNIT, start, ((*user, "disable", "--now", UNIT), (*user, "daemon-reload")), "systemctl")
 
 
-def service_of(flags: Mapping[str, object] | None = None, line: str | None = None) -> Service:
-    """Of this user and machine. `flags` by their names; what was not said is None or False."""
+def service_of(
+    flags: Mapping[str, object] | None = None, line: str | None = None, kept: Mapping[str, object] | None = None
+) -> Service:
+    """Of this user and machine. `flags` by their names; what was not said is None or False.
+
+    `kept` is what its peer has without them, of the file of settings.
+    """
     said: list[str] = []
     for name, value in (flags or {}).items():
         if name == "--dataset" and isinstance(value, list):
@@ -249,7 +254,8 @@ def service_of(flags: Mapping[str, object] | None = None, line: str | None = Non
         Hours.parse(str(when))  # here, where somebody reads why it means nothing
     if (cloud := (flags or {}).get("--spot")) is not None:
         known(str(cloud))
-    leave_s, memory = (flags or {}).get("--leave-within"), (flags or {}).get("--memory")
+    both = {**(kept or {}), **(flags or {})}
+    leave_s, memory = both.get("--leave-within"), both.get("--memory")
     return Service(
         Home().folder.absolute(),
         sys.executable,

@@ -35,7 +35,7 @@ from peers.cli.joining.service import (
     systemd_unit,
     uninstall,
 )
-from peers.cli.main import app
+from peers.cli.main import app, main
 from peers.device import resolve_device
 from peers.node.founding import Founding
 
@@ -306,6 +306,21 @@ def test_only_what_was_said_is_written_and_the_file_of_settings_is_passed_on(
     monkeypatch.delenv("MESHCEE_CONFIG")
     monkeypatch.delenv("XDG_CONFIG_HOME")
     assert [name for name, _ in service_of().settings] == []
+
+
+def test_the_system_leaves_a_service_what_the_file_of_settings_gives_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[peer]\nleave_within = 300\nmemory = "8GiB"\n')
+    monkeypatch.setenv("MESHCEE_CONFIG", str(file))
+    for typed, stop_s in (((), 320), (("--leave-within", "40"), 60)):
+        with pytest.raises(SystemExit):
+            main(["peer", "install", "--print", *typed])
+        told = capsys.readouterr().out
+        assert f"TimeoutStopSec={stop_s}\n" in told
+        assert f"MemoryMax={(10 << 30) + (3 << 30)}\n" in told
+        assert "--memory" not in told, "the service reads the file itself"
 
 
 def test_a_line_on_standard_input_is_for_the_word_behind(monkeypatch: pytest.MonkeyPatch) -> None:
