@@ -24,7 +24,7 @@ __all__ = ["REAL_S", "decided_by"]
 
 REAL_S = time.perf_counter
 TICK_S = 1e-7  # between two looks at the clock: nothing takes no time
-MEMORY = SimpleNamespace(total=1 << 34, available=1 << 33)
+FREE_BYTES = 1 << 33
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def decided_by(seed: int) -> Iterator[None]:
         mock.patch("dht.gossip.random", gossips),
         mock.patch("secrets.token_bytes", chance.randbytes),
         mock.patch("secrets.token_hex", lambda size: chance.randbytes(size).hex()),
-        mock.patch("psutil.virtual_memory", return_value=MEMORY),
+        mock.patch("meshcee.files.limits.free_bytes", return_value=FREE_BYTES),
         mock.patch("time.perf_counter", virtual_s),
     ):
         yield

@@ -5,6 +5,7 @@ turns it into an exit code. Anything else that escapes is a bug of ours (exit co
 
     MeshceeError                    1  bug
     |-- UsageError                  2  a wrong flag, job file or argument
+    |   `-- NotNowError             3  right as it is, and this machine cannot do it now: a full disk, a GPU that is not ready
     |-- JoinError                   3  nobody answers, another protocol version, a second peer with our identity
     |   `-- ClockError              3  this machine's clock and the mesh's are too far apart
     |-- CaptureError                4  the model cannot be captured
@@ -27,6 +28,7 @@ __all__ = [  # the kinds of errors, which peers name to one another
     "JoinError",
     "MeshceeError",
     "NonFiniteLossError",
+    "NotNowError",
     "NotPermittedError",
     "PeerLostError",
     "PlanError",
@@ -47,6 +49,12 @@ class UsageError(MeshceeError):
     """The user asked for something that has no meaning; the message says what to type instead."""
 
     exit_code = 2
+
+
+class NotNowError(UsageError):
+    """This machine cannot do what was asked now, and may be able to later; the message says what to do meanwhile."""
+
+    exit_code = 3
 
 
 class JoinError(MeshceeError):

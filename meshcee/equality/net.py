@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -34,7 +33,7 @@ from meshcee.equality.metrics import try_data, try_metrics
 from meshcee.equality.recorder import Recorder, Told, unlike, unlike_backwards, values_of
 from meshcee.equality.watch import Slot, Watch, digest
 from meshcee.errors import CaptureError, MeshceeError, UnequalError, UsageError
-from meshcee.files import large_apart
+from meshcee.files import large_apart, limits
 from meshcee.job import Job, seed_of
 from meshcee.optim import Optimizer
 from meshcee.plan import Plan
@@ -122,13 +121,13 @@ class _Net:
         watch_sizes(self.job, self.captured, [size for size in dict.fromkeys(sizes) if size not in self.compared])
         if self.job.eval_data is not None and len(self.job.eval_data):
             try_data(self.job, self.captured, sizes[0])
-        fits = COPIES * self.captured.state_bytes <= MEMORY_SHARE * psutil.virtual_memory().available
+        fits = COPIES * self.captured.state_bytes <= MEMORY_SHARE * limits.free_bytes()
         if self.job.metrics and self.captured.evaluate and fits and sizes[0] * self._one_s() <= self.budget_s:
             try_metrics(self.job, self.captured, sizes[0], self.say)
 
     def _look(self, sizes: Sequence[int]) -> None:
         own = isinstance(self.job.model, nn.Module) and self.job.precision == "fp32"
-        free = MEMORY_SHARE * psutil.virtual_memory().available
+        free = MEMORY_SHARE * limits.free_bytes()
         whole = (COPIES + (not own)) * self.captured.state_bytes <= free
         if not whole:
             sizes = [min(sizes)]

@@ -21,6 +21,7 @@ __all__ = [
     "Disk",
     "File",
     "append",
+    "is_full",
     "is_refusal",
     "is_torn",
     "link",
@@ -297,10 +298,15 @@ def is_refusal(error: OSError) -> bool:
     return error.errno in _REFUSALS and isinstance(error.filename, str)
 
 
+def is_full(error: OSError) -> bool:
+    """Whether there is no room, of the disk or of this user: that passes, and what was typed is right."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def refusal(error: OSError, needed_bytes: int = 0) -> str:
     """Which path the disk has refused, why, and how much room is needed where there is none."""
     told = f"{_named(Path(str(error.filename)))}: {error.strerror}" if error.filename else str(error)
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if not is_full(error):
         return told
     needed = f"{needed_bytes:,} bytes are needed" if needed_bytes else ""
     return "; ".join(part for part in (told, ", ".join(filter(None, (needed, _free(error))))) if part)

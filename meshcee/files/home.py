@@ -20,14 +20,14 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from meshcee.errors import JoinError, ProtocolError, UsageError
+from meshcee.errors import JoinError, NotNowError, ProtocolError, UsageError
 from meshcee.fields import Count, Finite, NotNegative, Ordinal, read
 from meshcee.files import disk
 from meshcee.files.strict_json import loads
 
 __all__ = ["About", "Home", "Run", "file_name", "home_folder", "is_locked", "is_retraction", "under"]
 
-LOCK = "owner.lock"
+LOCK, NUMBER = "owner.lock", "number"
 
 
 def is_locked(path: Path) -> bool:
@@ -82,6 +82,14 @@ class Run:
         return self.folder.name
 
     @property
+    def order(self) -> tuple[int, str]:
+        """Its place among the runs of this machine, by a number that no clock sets back. Older runs have names alone."""
+        try:
+            return int((self.folder / NUMBER).read_bytes()), self.id
+        except (OSError, ValueError):
+            return 0, self.id
+
+    @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
@@ -111,9 +119,10 @@ class Run:
 
     @property
     def process(self) -> psutil.Process | None:
-        """The owner's process, while it holds the run."""
+        """The owner's process, while it holds the run; None where its number is one of another container or machine."""
         try:
-            return psutil.Process(int((self.folder / LOCK).read_bytes())) if self.is_owned else None
+            pid, *where = (self.folder / LOCK).read_text().split()
+            return psutil.Process(int(pid)) if self.is_owned and where in ([], [_numbered_in()]) else None
         except (OSError, ValueError, psutil.Error):
             return None
 
@@ -149,7 +158,7 @@ class Run:
                     disk.remove(mark)
             with suppress(OSError):  # a disk without room is told of where more is written
                 lock.truncate(0)
-                lock.write(str(os.getpid()).encode())
+                lock.write(f"{os.getpid()} {_numbered_in()}".encode())
             return lock
         lock.close()
         raise UsageError(f"run {self.id} is still running; stop it with `meshcee run stop {self.id}`")
@@ -182,6 +191,15 @@ class Run:
             if step < end:
                 told, end = {s: line for s, line in told.items() if s < step}, step
         return told, takes_back
+
+
+def _numbered_in() -> str:
+    """Where a number names one process: this machine since it was started, and this container."""
+    found = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    try:
+        return f"{found[0].read_text().strip()}/{found[1].stat().st_ino}"
+    except OSError:  # another system
+        return "-"
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -284,7 +302,7 @@ class Home:
         try:
             yield
         except OSError as error:
-            raise UsageError(
+            raise (NotNowError if disk.is_full(error) else UsageError)(
                 f"this machine's folder cannot be written ({disk.refusal(error)}): make room, check its owner and permissions, "
                 "or set MESHCEE_HOME to another folder"
             ) from error
@@ -306,21 +324,24 @@ class Home:
         return following
 
     def new_run(self, name: str) -> Run:
-        """An empty folder for it."""
+        """A folder for it, with nothing but its number."""
         base = time.strftime("%Y%m%d-%H%M%S") + f"-{file_name(name)}"
-        with self.writable():
+        with self.writable(), disk.locked(self.folder / "runs"):
             disk.make_folder(self.folder / "runs")
+            number = max((run.order[0] for run in self.runs()), default=0) + 1
             for attempt in itertools.count():
                 folder = self.folder / "runs" / (base if attempt == 0 else f"{base}-{attempt}")
                 with suppress(FileExistsError):
                     disk.new_folder(folder)
+                    disk.write_whole(folder / NUMBER, str(number).encode())
                     return Run(folder)
         raise AssertionError("there is always another number")
 
     def runs(self) -> list[Run]:
         """Newest first."""
         folder = self.folder / "runs"
-        return [Run(f) for f in sorted(folder.iterdir(), reverse=True) if f.is_dir()] if folder.exists() else []
+        found = (Run(place) for place in folder.iterdir() if place.is_dir()) if folder.exists() else ()
+        return sorted(found, key=lambda run: run.order, reverse=True)
 
     def run(self, run_id: str) -> Run:
         """A run by id or unique beginning; "last" is the newest. An id that begins another one is still that run's."""

@@ -5,7 +5,7 @@ The idea: each command is a thin function over the Python API. Flags are declare
 
 Exit codes:
 
-- 0 ok, 1 bug, 2 usage, 3 cannot join, 4 model cannot be captured
+- 0 ok, 1 bug, 2 usage, 3 cannot join, or not now, 4 model cannot be captured
 - 5 no feasible plan, 6 unrecoverable loss of peers, 7 non-finite loss
 - 8 not permitted, 9 damaged checkpoint, 10 not equal to the plain loop, 130 interrupted
 """
@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 from meshcee import __version__
-from meshcee.errors import MeshceeError, UsageError
+from meshcee.errors import MeshceeError, NotNowError, UsageError
 from meshcee.files import disk, dumps
 from meshcee.files.steady import steady_output
 from peers.cli.session import KINDS, printable, read_token, spin_briefly, write_job
@@ -167,11 +167,16 @@ def peer_install(
 
     typed = {"COMMANDLINE", "ENVIRONMENT"}  # the rest is in the file of settings, which the service reads itself
     said = {
-        f"--{name.replace('_', '-')}": value
+        name: value
         for name, value in vars(lent).items()
         if name != "join" and getattr(context.get_parameter_source(name), "name", "") in typed
     }
-    install(service_of(said, lent.join), lent.join, only_print=only_print)
+    kept = context.parent.params if context.parent is not None else {}  # as `meshcee peer` has them
+
+    def flags(values: dict[str, Any]) -> dict[str, Any]:
+        return {f"--{name.replace('_', '-')}": value for name, value in values.items()}
+
+    install(service_of(flags(said), lent.join, flags(kept)), lent.join, only_print=only_print)
 
 
 @peer_app.command("uninstall", epilog="Example: meshcee peer uninstall")
@@ -639,7 +644,8 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(MeshceeError(f"no memory is left on this machine{said}; free some, then run the command again"), 1)
     except Exception as error:
         if isinstance(error, OSError) and disk.is_refusal(error):  # a file that the user has named
-            _fail(UsageError(f"{disk.refusal(error)}; make room, or name another place"), UsageError.exit_code)
+            kind = NotNowError if disk.is_full(error) else UsageError
+            _fail(kind(f"{disk.refusal(error)}; make room, or name another place"), kind.exit_code)
         traceback.print_exc()
         _fail(error, 1)
 

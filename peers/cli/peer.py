@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-import torch
 
 from meshcee.errors import JoinError, NotPermittedError, PeerLostError, UsageError
 from meshcee.files import Home, dumps
@@ -26,7 +24,7 @@ from peers.cli.local import die_with_parent
 from peers.cli.meters import Meters, address_of, metered
 from peers.cli.session import Screen, configure_logging, parse_bytes, printable, run_async
 from peers.cli.settings.options import Lent
-from peers.device import resolve_device, versions
+from peers.device import resolve_device, take_threads, versions
 from peers.device.emulation import paced
 from peers.node import Departure, JoinOptions, a_peer, ask_to_leave, find_peer, join
 from peers.node.assemble import Node
@@ -138,10 +136,8 @@ def run_peer(options: PeerOptions, *, as_json: bool) -> None:
         device_process=own_process,
         direct_sums=options.direct_sums,
         datasets=tuple(options.dataset or ()),
-        threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),
+        threads_said=take_threads(options.threads),
     )
-    if options.threads:
-        torch.set_num_threads(options.threads)
     if (outside := versions().outside()) is not None:
         log.warning(f'this peer runs {outside}: jobs use it only with Job(mix="versions")')
     yields = options.yield_to_owner or hours is not None

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from meshcee.callbacks import Callback, called
 from meshcee.callbacks.spans import spans_where_set_up
 from meshcee.capture import Capture, capture
@@ -30,7 +28,7 @@ from peers.cli.session import configure_logging, load_job, run_async
 from peers.cli.ui.watching import needs_ui, page_of
 from peers.cli.ui.wishes import mark_stop
 from peers.cli.view import View, naming, view_for
-from peers.device import resolve_device
+from peers.device import resolve_device, take_threads
 from peers.measure import Trace
 from peers.mesh_view import named
 from peers.node import JoinOptions, Mesh, Result, join
@@ -95,8 +93,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     loggers = called(options.log)  # a library that is missing is told of before anything runs
     address_of(options.metrics)  # here too
     configure_logging(as_json=as_json, level="warning")
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    threads_said = take_threads(options.threads)
     job = load_job(options.job)
     names = ("checkpoint_every", "codec", "groups", "threads", "mix", "workers", "audit")
     said = {name: getattr(options, name) for name in names}
@@ -110,7 +107,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         device=resolve_device(options.device) if options.compute or options.local else "cpu",
         name="owner",
         regroup_s=options.regroup,
-        threads_said=options.threads is not None or bool(os.environ.get("OMP_NUM_THREADS")),
+        threads_said=threads_said,
     )
     current: list[Mesh] = []
     stopping: list[str] = []  # the run that was asked to stop

@@ -4,7 +4,7 @@ from peers.device.compute import Compute, Pace, one_thread
 from peers.device.graphs import Graphs
 from peers.device.kernels import fingerprints
 from peers.device.profile import kernel_class, measure_device, resolve_device
-from peers.device.this_host import capability, cores, host_id, quiet, versions
+from peers.device.this_host import capability, cores, host_id, quiet, take_threads, versions
 
 __all__ = [
     "Compute",
@@ -19,5 +19,6 @@ __all__ = [
     "one_thread",
     "quiet",
     "resolve_device",
+    "take_threads",
     "versions",
 ]

@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 
-import psutil
 import torch
 
-from meshcee.errors import UsageError
+from meshcee.errors import NotNowError, UsageError
 from meshcee.figures import DeviceProfile
 from meshcee.figures.kernels import KernelClass
+from meshcee.files import limits
 from peers.device.compute import Compute
 from peers.device.kernels import fingerprints
 from peers.device.this_host import capability, cores, quiet, versions
@@ -25,16 +25,21 @@ MEMORY_SHARE = 0.5  # of what is free on a CPU: the rest is the machine's own
 
 
 def resolve_device(wanted: str) -> str:
-    """ "auto" becomes the best device at hand; a device that torch does not have is a UsageError."""
+    """ "auto" becomes the best device at hand; a device that torch does not know is a UsageError.
+
+    One whose driver is not ready is a NotNowError.
+    """
     if wanted == "auto":
         if torch.cuda.is_available():
             return "cuda:0"
         return "mps" if torch.backends.mps.is_available() else "cpu"
+    device = None
     try:
         device = torch.device(wanted)
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UsageError(
+        never = device is None or isinstance(error, AssertionError | NotImplementedError)  # torch is built without it
+        raise (UsageError if never else NotNowError)(
             f"device {wanted!r} is not usable here: {str(error).splitlines()[0]}; try --device cpu"
         ) from error
     return str(device)
@@ -44,7 +49,7 @@ def _device_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * 0.9)
-    return int(psutil.virtual_memory().available * MEMORY_SHARE)
+    return max(1, int(limits.free_bytes() * MEMORY_SHARE))
 
 
 def _device_name(device: torch.device) -> str:

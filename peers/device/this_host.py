@@ -26,8 +26,9 @@ import torch
 
 import meshcee
 from meshcee.figures import Versions
+from meshcee.files import limits
 
-__all__ = ["capability", "cores", "host_id", "lock_file", "locks", "quiet", "versions"]
+__all__ = ["capability", "cores", "host_id", "lock_file", "locks", "quiet", "take_threads", "versions"]
 
 log = structlog.get_logger()
 
@@ -41,8 +42,21 @@ def versions() -> Versions:
 
 
 def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """That this process may use, or that its container's share of their time amounts to."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = limits.core_quota()
+    return found if quota is None else min(found, max(1, round(quota)))
+
+
+def take_threads(wanted: int | None) -> bool:
+    """Torch computes with so many from now on; None: with no more than `cores`.
+
+    Returns whether a user has said a number, here or by OMP_NUM_THREADS.
+    """
+    said = wanted is not None or bool(os.environ.get("OMP_NUM_THREADS"))
+    if wanted or (not said and torch.get_num_threads() > cores()):
+        torch.set_num_threads(wanted or cores())
+    return said
 
 
 @functools.cache
@@ -56,13 +70,18 @@ def capability() -> str:
 
 
 def host_id(secret: bytes) -> str:
-    """The same for processes that may use the same cores of the same machine, since it was started. Says nothing to others."""
+    """The same for processes that share the same cores and memory of a machine, since it was started. Says nothing to others.
+
+    Each container that has its own part of both is a host by itself.
+    """
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         machine = f"{platform.node()} {uuid.getnode()}"
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    return hmac.new(b"meshcee host" + secret, f"{machine} {allowed}".encode(), hashlib.sha256).hexdigest()[:16]
+    return hmac.new(
+        b"meshcee host" + secret, f"{machine} {allowed}{limits.own_group()}".encode(), hashlib.sha256
+    ).hexdigest()[:16]
 
 
 @contextlib.asynccontextmanager

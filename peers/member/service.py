@@ -14,14 +14,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import psutil
 import structlog
 import torch
 
 from meshcee.capture.graph import unfolded
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, PeerLostError, PlanError, ProtocolError
-from meshcee.files import large_apart
+from meshcee.files import large_apart, limits
 from meshcee.files.tensor_files import nbytes_of
 from meshcee.stage import StageRunner, tensors
 from peers.device import Compute, Graphs
@@ -538,7 +537,7 @@ class Member:
         held = self.lender.for_epoch(offer)
         weights, moments = await restore(stream, offer, held, self._transport, self._timeouts, taken)
         on_cpu = self._compute.device.type == "cpu"  # then the stage's own memory keeps what is frozen
-        if not on_cpu and psutil.virtual_memory().available > nbytes_of(offer.frozen_state):  # which is in it already
+        if not on_cpu and limits.free_bytes() > nbytes_of(offer.frozen_state):  # which is in it already
             self.lender.freeze(offer, weights.state, weights.digests)
         runner = await self._compute.run(offer.build, weights.spend(), self._compute.device)
         if on_cpu:

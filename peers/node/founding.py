@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from dht import Identity, MeshKey
-from meshcee.errors import JoinError, UsageError
+from meshcee.errors import JoinError, NotNowError, UsageError
 from meshcee.files import Home, disk, dumps, loads
 
 __all__ = ["Founding", "founded", "founds_again"]
@@ -42,7 +42,7 @@ class Founding:
     def of(cls, home: Home, identity: Path | None, *, is_open: bool) -> Iterator[Founding]:
         """Of who starts a mesh, with or without a key, and with this identity if one was chosen: each is a mesh of its own.
 
-        UsageError where its first peer runs already.
+        NotNowError where its first peer runs already.
         """
         base = identity or home.folder / "mesh"
         with home.writable():
@@ -53,7 +53,7 @@ class Founding:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise UsageError(_runs_already(kept)) from None
+                raise NotNowError(_runs_already(kept)) from None
             key = MeshKey() if is_open else MeshKey.load_or_create(base.with_name(base.name + ".mesh-key"))
             root = None if is_open else Identity.load_or_create(_admin_key(base))
             yield cls(home, file, key, kept, identity, root)

@@ -12,7 +12,6 @@ import re
 import textwrap
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -245,9 +244,7 @@ def large(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tupl
     path.write_text(LARGE)
     job = replace(load_job(path), **options)
     found = capture(job)
-    monkeypatch.setattr(
-        net, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=int(0.8 * found.state_bytes)))
-    )
+    monkeypatch.setattr(net.limits, "free_bytes", lambda: int(0.8 * found.state_bytes))
     return job, found, next(i for i, text in enumerate(LARGE.splitlines(), 1) if "# HERE" in text)
 
 
@@ -300,7 +297,7 @@ def test_sizes_that_are_not_compared_are_watched_on_stand_ins(tmp_path: Path, mo
     job, line = job_of(tmp_path, *CASES["one sample"])
     job = replace(job, micro_batch_size=None)  # of 8: the planner chooses another
     found = capture(job)
-    monkeypatch.setattr(net, "psutil", SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=0)))
+    monkeypatch.setattr(net.limits, "free_bytes", lambda: 0)
     said: list[str] = []
     examine(job, found, [2], [cut(found)], say=said.append)
     assert "was not checked" in said[0]

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from meshcee.errors import UsageError
 from meshcee.files import disk
 from meshcee.files.home import Home, Run
 from meshcee.files.trouble import Trouble
+from peers.cli.ui.wishes import ask_to_stop
 from peers.owner.diary import Diary
 from tests.rig.disks import RefusingDisk
 
@@ -55,6 +57,37 @@ def test_a_run_is_its_new_owners_before_it_is_described_anew(tmp_path: Path) -> 
     diary = Diary(run, Trouble())
     assert run.process == psutil.Process()
     diary.close()
+
+
+def test_the_last_run_is_the_one_that_was_begun_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names are times of a clock that goes back, and number 10 of a second stands before number 2."""
+    home, hour = Home(tmp_path), ["20261025-0259"]
+    monkeypatch.setattr(time, "strftime", lambda shape: f"{hour[0]}00")
+    (tmp_path / "runs" / "20261025-025900-older").mkdir(parents=True)
+    made = [home.new_run("job") for _ in range(12)]
+    hour[0] = "20261025-0200"
+    made.append(home.new_run("job"))
+    assert home.run("last") == made[-1]
+    assert [run.id for run in home.runs()] == [*(run.id for run in reversed(made)), "20261025-025900-older"]
+    assert home.run("20261025-0200") == made[-1]
+
+
+def test_a_number_of_another_container_names_no_process_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have a process 1: `run stop` in a container beside the run's sent the signal to itself."""
+    run, signals = Home(tmp_path).new_run("job"), list[int]()
+    monkeypatch.setattr(psutil.Process, "send_signal", lambda process, number: signals.append(number))
+    with run.hold():
+        lock = run.folder / "owner.lock"
+        pid, there = lock.read_text().split()
+        for other in (there.replace("/", "/9"), f"9{there}"):
+            lock.write_text(f"{pid} {other}")
+            assert run.state == "running"
+            assert run.process is None
+            with pytest.raises(UsageError, match="another container"):
+                ask_to_stop(run)
+        assert signals == []
+        lock.write_text(pid)  # of an owner that knows nothing of that
+        assert run.process == psutil.Process()
 
 
 @pytest.mark.parametrize(

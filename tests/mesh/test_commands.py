@@ -486,7 +486,7 @@ def test_a_restarted_first_machine_is_the_same_mesh(tmp_path: Path) -> None:
         wait_until("the other one sees it again", lambda: names(token, tmp_path) == {name, second}, 60)
         assert names(token, tmp_path / "new") == {name, second}, "an invite outlives the restart"
         beside = meshcee("peer", home=tmp_path)
-        assert beside.code == 2
+        assert beside.code == 3
         assert where(beside.err.partition("meshcee peer --join ")[2].split()[0]) == where(again)
 
 

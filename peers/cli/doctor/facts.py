@@ -53,13 +53,12 @@ class Package:
 
 @dataclass(frozen=True)
 class Device:
-    """What computes here. `cards` counts NVIDIA's cards on the bus; the quota is in cores."""
+    """What computes here. `cores` are those that this process may use; `cards` counts NVIDIA's on the bus."""
 
     chosen: str  # what `--device auto` takes
     kernels: str
     threads: int
     cores: int
-    quota: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)  # variables of OpenMP and its relatives
     cards: int = 0
     driver: str = ""

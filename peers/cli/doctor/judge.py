@@ -47,7 +47,6 @@ T = TypeVar("T")
 
 LEAST_BYTES = Limits().check_bytes  # the process that checks graphs may take so much
 LITTLE_BYTES = 4 * LEAST_BYTES
-LENT_SHARE = 0.5  # of the available memory: peers.device.profile lends so much of a CPU's machine
 BUSY_SHARE, HELD_SHARE = 0.5, 0.75  # of all cores, and of all memory, from which others are in a peer's way
 LEAST_DISK_BYTES, LITTLE_DISK_BYTES = GIB // 16, 5 * GIB  # an identity and a log; two checkpoints of a middling model
 FEW_FILES, LEAST_FILES = 1024, 128  # a stream may take a dozen connections
@@ -188,11 +187,7 @@ def _cuda(device: Device) -> Finding:
 
 
 def _threads(device: Device) -> Finding:
-    may = (
-        min(device.cores, max(1, round(device.quota)))
-        if device.quota is not None and math.isfinite(device.quota)
-        else device.cores
-    )
+    may = device.cores
     text = f"torch computes with {count(device.threads, 'thread')}, and this process may use {count(may, 'core')}"
     if device.threads > may:
         return warn("device", "threads", text, f"start peers with --threads {may}")
@@ -230,14 +225,6 @@ def _memory(memory: Memory) -> Iterator[Finding]:
         yield bad("device", "memory", detail, mend, errors.PlanError)
     elif free < LITTLE_BYTES:
         yield warn("device", "memory", text, mend)
-    elif memory.free is not None and memory.available * LENT_SHARE > memory.free:
-        detail = f"{text}: a peer would lend {size(memory.available * LENT_SHARE)}, and the limit leaves less"
-        yield warn(
-            "device",
-            "memory",
-            detail,
-            f"start peers with --memory {max(1, round(memory.free * LENT_SHARE / (1 << 20)))}MiB",
-        )
     else:
         yield ok("device", "memory", text)
 

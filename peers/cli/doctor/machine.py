@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from dht import Members
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import Versions
-from meshcee.files import Home, is_locked, loads
+from meshcee.files import Home, is_locked, limits, loads
 from peers.cli.doctor.facts import Device, Folder, Guards, Memory, Network, Package, Pass, Process, Shared, Unseen
 from peers.cli.joining.owner_use import busy_core_seconds
 
@@ -53,7 +53,6 @@ __all__ = [
 ]
 
 VARIABLES = ("OMP_", "KMP_", "GOMP_", "MKL_", "MESHCEE_THREADS")
-GROUPS = Path("/sys/fs/cgroup")
 NVIDIA, DISPLAY = "0x10de", "0x03"
 P2PD_S, LOOKUP_S = 10.0, 4.0
 PROBE_BYTES = 4096
@@ -109,8 +108,9 @@ def _p2pd() -> Package:
 def device() -> Device:
     import torch
 
-    from peers.device import cores, kernel_class, resolve_device
+    from peers.device import cores, kernel_class, resolve_device, take_threads
 
+    take_threads(None)  # as a peer does
     chosen, threads = resolve_device("auto"), torch.get_num_threads()
     cuda = tuple(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
     return Device(
@@ -118,7 +118,6 @@ def device() -> Device:
         str(kernel_class(torch.device(chosen), threads)),
         threads,
         cores(),
-        _quota(),
         {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
         sum(_is_nvidia(place) for place in Path("/sys/bus/pci/devices").glob("*")),
         driver_of(_first_line(Path("/proc/driver/nvidia/version"))),
@@ -145,57 +144,10 @@ def _is_nvidia(place: Path) -> bool:
     return _first_line(place / "vendor") == NVIDIA and _first_line(place / "class").startswith(DISPLAY)
 
 
-def _groups(kind: str) -> Iterator[Path]:
-    """The control groups around this process, the innermost first, of both versions of Linux's interface."""
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            roots = [GROUPS] if not controllers else [GROUPS / c for c in controllers.split(",") if c == kind]
-            for root in roots:
-                place = root / path.lstrip("/")
-                yield from (p for p in (place, *place.parents) if p.is_relative_to(root))
-
-
-def _number(path: Path) -> int | None:
-    text = _first_line(path)
-    return int(text) if text.isdecimal() else None
-
-
-def _quota() -> float | None:
-    found: list[float] = []
-    for group in _groups("cpu"):
-        most, _, period = _first_line(group / "cpu.max").partition(" ")
-        if most.isdecimal() and period.isdecimal():
-            found.append(int(most) / int(period))
-        old, each = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")  # -1 is no quota
-        if old and each:
-            found.append(old / each)
-    return min(found, default=None)
-
-
 def memory() -> Memory:
-    """What a container may still take counts the pages of files that the kernel can drop. A limit of this process's address
-    space (ulimit -v) is one more.
-    """
     machine = psutil.virtual_memory()
-    rooms: list[tuple[int, int]] = []
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most != resource.RLIM_INFINITY:
-        rooms.append((max(0, most - psutil.Process().memory_info().vms), most))
-    for group in _groups("memory"):
-        for file, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            limit, now = _number(group / file), _number(group / used)
-            if limit is not None and now is not None and limit < machine.total:
-                rooms.append((max(0, limit - now + _droppable(group)), limit))
-    free, limit = min(rooms, default=(None, None))
+    free, limit = limits.narrowest()
     return Memory(machine.total, machine.available, limit, free)
-
-
-def _droppable(group: Path) -> int:
-    with suppress(OSError, ValueError):
-        rows = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
-        return int(rows.get("total_inactive_file", rows.get("inactive_file", "0")))
-    return 0
 
 
 def shared() -> Shared:
@@ -333,7 +285,8 @@ async def guards() -> Guards | Unseen:
         return Unseen("graphs are checked in a process of their own on Linux only")
     from peers.device.worker import Workers
 
-    namespaces = _number(Path("/proc/sys/user/max_user_namespaces"))
+    text = _first_line(Path("/proc/sys/user/max_user_namespaces"))
+    namespaces = int(text) if text.isdecimal() else None
     async with Workers(Limits(), Timeouts()) as workers:
         await workers.get_ready()
         if workers.confinement is None:

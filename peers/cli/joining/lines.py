@@ -23,6 +23,10 @@ def limits(line: str) -> str | None:
     if any(map(is_public, where)):
         return None
     if not dialable(where):
+        from peers.transport.p2p import has_ipv6_alone
+
+        if has_ipv6_alone():
+            return "(This machine has IPv6 alone, so nobody else can join by this line: start this peer with --listen '[::]:4001'.)"
         return "(This peer listens on loopback only: the line works on this machine.)"
     ports, options = opened()
     return (

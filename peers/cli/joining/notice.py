@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from meshcee.errors import UsageError
+from meshcee.errors import NotNowError, UsageError
 from meshcee.files import loads
 from peers.cli.session import printable
 
@@ -120,14 +120,14 @@ def known(cloud: str) -> str:
 
 
 def find(cloud: str, environment: Mapping[str, str] = os.environ) -> Metadata:
-    """The server that answers here. Raises UsageError where none does: a notice would never be heard."""
+    """The server that answers here. Raises NotNowError where none does: a notice would never be heard."""
     known(cloud)
     asked = [Metadata(one, _base(one, environment)) for one in (CLOUDS[:-1] if cloud == "auto" else (cloud,))]
     for one in asked:
         if one.name():
             return one
     where = ", ".join(dict.fromkeys(one.base for one in asked))
-    raise UsageError(
+    raise NotNowError(
         f"no metadata server of {'a known cloud' if cloud == 'auto' else cloud} answers at {where}, so no notice would be heard: "
         f"leave out --spot {cloud} here, or let this process reach that address (in a container of AWS: a hop limit of 2)"
     )

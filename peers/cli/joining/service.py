@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,7 @@ LEAVE_S = 30.0  # Timeouts.leave_s
 # Beside what a stage may use: torch and the peer itself, what it keeps of others' stages, and the process that checks graphs.
 BESIDE_BYTES = 3 << 30
 SPARE = 1.25
+LOOKS, LOOK_S = 10, 1.0  # at a service that has just begun: what is wrong with it shows once torch is loaded
 TOOL_S = 60  # for a tool of the system, beside what it waits for
 # Exit codes after which it is not started again: what was said is wrong, it was drained and left too late, it is not permitted.
 NO_USE = (2, 6, 8)
@@ -230,8 +232,13 @@ def system_of(platform: str = sys.platform, environment: os._Environ[str] | dict
     return System(folder / UNIT, start, ((*user, "disable", "--now", UNIT), (*user, "daemon-reload")), "systemctl")
 
 
-def service_of(flags: Mapping[str, object] | None = None, line: str | None = None) -> Service:
-    """Of this user and machine. `flags` by their names; what was not said is None or False."""
+def service_of(
+    flags: Mapping[str, object] | None = None, line: str | None = None, kept: Mapping[str, object] | None = None
+) -> Service:
+    """Of this user and machine. `flags` by their names; what was not said is None or False.
+
+    `kept` is what its peer has without them, of the file of settings.
+    """
     said: list[str] = []
     for name, value in (flags or {}).items():
         if name == "--dataset" and isinstance(value, list):
@@ -247,7 +254,8 @@ def service_of(flags: Mapping[str, object] | None = None, line: str | None = Non
         Hours.parse(str(when))  # here, where somebody reads why it means nothing
     if (cloud := (flags or {}).get("--spot")) is not None:
         known(str(cloud))
-    leave_s, memory = (flags or {}).get("--leave-within"), (flags or {}).get("--memory")
+    both = {**(kept or {}), **(flags or {})}
+    leave_s, memory = both.get("--leave-within"), both.get("--memory")
     return Service(
         Home().folder.absolute(),
         sys.executable,
@@ -309,8 +317,11 @@ def install(
                 f"{shlex.join(command)} failed ({_said(done)}): the service is written to {system.file}; "
                 "`meshcee peer uninstall` removes it"
             )
+    lingers = not is_unit or not call(("loginctl", "enable-linger", getpass.getuser())).returncode
+    if is_unit:
+        _watch(call)
     screen.print(f"The peer runs as a service: {system.file}", soft_wrap=True)
-    if is_unit and call(("loginctl", "enable-linger", getpass.getuser())).returncode:
+    if not lingers:
         screen.print(
             f"It starts when you log in. To start it with the machine: sudo loginctl enable-linger {getpass.getuser()}",
             soft_wrap=True,
@@ -318,6 +329,22 @@ def install(
     screen.print("What it says: meshcee peer logs")
     if kept is not None:
         screen.print(kept, soft_wrap=True)
+
+
+def _watch(call: Call) -> None:
+    """For a while after its start: JoinError with its last words when it does not run."""
+    for _ in range(LOOKS):
+        time.sleep(LOOK_S)
+        state = call(("systemctl", "--user", "is-active", UNIT))
+        if state.returncode:
+            lines = "--lines", "40", "--output", "cat", "--no-pager"
+            said = call(("journalctl", "--user", f"_SYSTEMD_USER_UNIT={UNIT}", *lines)).stdout.strip()
+            _, error, rest = f"\n{said}".rpartition("\nmeshcee: ")
+            told = rest if error else said.rpartition("\n")[2]
+            raise JoinError(
+                f"the service does not run ({state.stdout.strip()}): {told[:2000] or 'it has said nothing'}\n"
+                "See `meshcee peer logs`; systemd tries again where that may help; `meshcee peer uninstall` removes the service"
+            )
 
 
 def uninstall(service: Service | None = None, *, system: System | None = None, call: Call | None = None) -> None:

@@ -112,6 +112,10 @@ def mark_stop(run: Run, pid: int) -> bool:
 def ask_to_stop(run: Run) -> psutil.Process:
     """The owner, which was sent the first Ctrl-C now or before. UsageError where the run is not running, or cannot be asked."""
     if (process := run.process) is None:
+        if run.is_owned:
+            raise UsageError(
+                f"run {run.id} runs in another container, or on another machine: type `meshcee run stop` there"
+            )
         raise UsageError(f"run {run.id} is not running ({run.state})")
     if mark_stop(run, process.pid):
         try:

@@ -20,6 +20,7 @@ from functools import partial
 
 import torch
 
+from meshcee.files import limits
 from peers.device.this_host import lock_file, locks
 from peers.device.worker.confine import GUARDS as OF_A_CHECK
 from peers.device.worker.confine import POSSIBLE as TO_A_CHECK
@@ -128,7 +129,9 @@ def _landlock(_: int, *, network: bool = False) -> None:
 def readable() -> list[str]:
     """Nothing that a user keeps beside a package, as an identity in a checkout of ours."""
     libraries = os.environ.get("LD_LIBRARY_PATH", "").split(":")
-    wanted = dict.fromkeys((sys.prefix, sys.base_prefix, *_imported(), *libraries, *FOLDERS, *FILES))
+    wanted = dict.fromkeys(
+        (sys.prefix, sys.base_prefix, *_imported(), *libraries, *FOLDERS, *FILES, *limits.group_files())
+    )
     return [path for path in wanted if os.path.isabs(path) and os.path.exists(path)]
 
 

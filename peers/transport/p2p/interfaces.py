@@ -16,7 +16,7 @@ import psutil
 from dht import MAX_ADDRESSES, checked, dialable, host_of, is_public
 from meshcee.errors import JoinError, ProtocolError, UsageError
 
-__all__ = ["announced", "multiaddress", "reserve"]
+__all__ = ["announced", "has_ipv6_alone", "multiaddress", "reserve"]
 
 # Bridges to containers and virtual machines: the same addresses exist on other machines and mean other things there.
 _VIRTUAL = ("docker", "br-", "veth", "virbr", "cni", "flannel", "podman", "lxc", "lxd")
@@ -45,18 +45,18 @@ def _free_port(kind: str, host: str, port: int, protocol: str) -> tuple[int, soc
     """A port that nobody listens on, and a socket that keeps others from taking it while p2pd is (re)started."""
     family = socket.AF_INET6 if kind == "ip6" else socket.AF_INET
     type_ = socket.SOCK_STREAM if protocol == "tcp" else socket.SOCK_DGRAM
-    with socket.socket(family, type_) as probe:
-        if protocol == "tcp":  # a connection that is winding down does not count
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if kind == "ip6":
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        try:
+    try:
+        with socket.socket(family, type_) as probe:  # refused where the system has no such family
+            if protocol == "tcp":  # a connection that is winding down does not count
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if kind == "ip6":
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind((host, port))
-        except OSError as error:
-            raise JoinError(
-                f"this peer cannot listen on {host} port {port} ({error.strerror}): choose another port or address"
-            ) from error
-        port = probe.getsockname()[1]
+            port = probe.getsockname()[1]
+    except OSError as error:
+        raise JoinError(
+            f"this peer cannot listen on {host} port {port} ({error.strerror}): choose another port or address"
+        ) from error
     keeper = socket.socket(family, type_)
     try:
         for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
@@ -118,6 +118,12 @@ def _machine_ips() -> list[str]:
                     rows.append((2 if ip.is_loopback else 1 if name.startswith(_VIRTUAL) else 0, str(ip)))
     best = min((rank for rank, _ in rows), default=2)
     return [ip for rank, ip in rows if rank == best]
+
+
+def has_ipv6_alone() -> bool:
+    """Whether other machines can dial this one by IPv6 and not by IPv4."""
+    found = [ipaddress.ip_address(ip) for ip in _machine_ips()]
+    return bool(found) and all(ip.version == 6 and not ip.is_loopback for ip in found)
 
 
 def announced(listening: Sequence[str], announce: Sequence[str] = ()) -> tuple[str, ...]:

@@ -146,7 +146,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # what is planted; 
         "--threads 2",
     ),
     "more threads than cores": (
-        {"device": replace(DEVICE, threads=8, quota=4.0, cores=8)},
+        {"device": replace(DEVICE, threads=8, cores=4)},
         "warn",
         "threads",
         "--threads 4",
@@ -162,7 +162,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # what is planted; 
     "few files": ({"files": (256, 4096)}, "warn", "open files", "ulimit -n 4096"),
     "very few files": ({"files": (64, 64)}, "bad", "open files", "limits.conf"),
     "little memory": ({"memory": Memory(24 * GIB, GIB // 2)}, "bad", "memory", "ps aux"),
-    "small container": ({"memory": Memory(64 * GIB, 60 * GIB, 8 * GIB, 6 * GIB)}, "warn", "memory", "--memory 3072MiB"),
+    "small container": ({"memory": Memory(64 * GIB, 60 * GIB, GIB, GIB // 2)}, "bad", "memory", "the container's"),
     "no landlock": (
         {"guards": replace(GUARDS, missing=("landlock: Operation not supported",))},
         "warn",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -9,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -198,6 +200,18 @@ def an_invite(*addresses: str, uses: int | None = None, until: float = NOW + 60)
 )
 def test_a_line_says_where_nobody_can_join_by_it(addresses: list[str], said: str | None) -> None:
     assert (said or "None") in str(limits(an_invite(*addresses).encode()))
+
+
+def test_a_machine_with_ipv6_alone_is_told_how_to_listen(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = an_invite(at("127.0.0.1")).encode()
+    rows = [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "2001:db8::5"), (socket.AF_INET6, "fe80::5%eth0")]
+    monkeypatch.setattr(psutil, "net_if_stats", dict)
+    monkeypatch.setattr(
+        psutil, "net_if_addrs", lambda: {"eth0": [SimpleNamespace(family=f, address=a) for f, a in rows]}
+    )
+    assert "--listen '[::]:4001'" in str(limits(line))
+    rows.append((socket.AF_INET, "192.168.1.5"))
+    assert "loopback only" in str(limits(line))
 
 
 def test_an_invite_says_beside_the_line_where_it_is_of_no_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import plistlib
 import re
@@ -9,17 +10,20 @@ import shlex
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
 
 from dht import Grant, Identity, Token
-from meshcee.errors import JoinError, NotPermittedError, UsageError
+from meshcee.errors import JoinError, MeshceeError, NotPermittedError, UsageError
 from meshcee.files import Home
+from peers.cli.joining import service as joining_service
 from peers.cli.joining.lines import line_file
+from peers.cli.joining.notice import find
 from peers.cli.joining.service import (
     Service,
     System,
@@ -31,7 +35,9 @@ from peers.cli.joining.service import (
     systemd_unit,
     uninstall,
 )
-from peers.cli.main import app
+from peers.cli.main import app, main
+from peers.device import resolve_device
+from peers.node.founding import Founding
 
 GOLDEN = Path(__file__).with_name("service.golden")
 SERVICE = Service(
@@ -129,15 +135,17 @@ def peer_options() -> list[object]:
 
 
 class Tool:
-    """Plays systemctl; `fails` is how what fails begins."""
+    """Plays systemctl and journalctl; `fails` is how what fails begins, and `journal` what the service has said."""
 
-    def __init__(self, fails: str = "nothing") -> None:
+    def __init__(self, fails: str = "nothing", journal: str = "") -> None:
         self.calls: list[str] = []
-        self._fails = fails
+        self._fails, self._journal = fails, journal
 
     def __call__(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         self.calls.append(shlex.join(command))
         failed = self.calls[-1].startswith(self._fails)
+        if command[0] == "journalctl":
+            return subprocess.CompletedProcess(list(command), 0, self._journal, "")
         return subprocess.CompletedProcess(list(command), int(failed), "", "no bus" if failed else "")
 
 
@@ -147,6 +155,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Service, Syst
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "systemctl").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "bin" / "systemctl").chmod(0o755)
+    monkeypatch.setattr(joining_service, "LOOK_S", 0.0)
     system = system_of("linux", {"XDG_CONFIG_HOME": str(tmp_path / "config")})
     return replace(SERVICE, home=tmp_path / "home"), system
 
@@ -185,6 +194,54 @@ def test_nothing_is_written_that_could_not_run(here: tuple[Service, System]) -> 
     assert not service.line_file.exists()
     with pytest.raises(JoinError, match="no bus"):
         install(service, line(), only_print=False, system=system, call=Tool("systemctl --user restart"))
+
+
+@pytest.mark.parametrize(
+    ("journal", "told"),
+    [
+        (
+            "loading\nmeshcee: the first peer runs already:\n\n  meshcee peer --join X\n",
+            "the first peer runs already.*--join X",
+        ),
+        ("loading\nKilled\n", r"\): Killed"),
+        ("", "said nothing"),
+    ],
+)
+def test_a_service_that_has_ended_does_not_run(here: tuple[Service, System], journal: str, told: str) -> None:
+    (service, system), tool = here, Tool("systemctl --user is-active", journal)
+    with pytest.raises(JoinError, match=f"(?s)does not run.*{told}"):
+        install(service, line(), only_print=False, system=system, call=tool)
+    assert any(call.startswith("loginctl enable-linger") for call in tool.calls), "it may run later"
+
+
+def full(home: Path) -> None:
+    with Home(home).writable():
+        raise OSError(errno.ENOSPC, "No space left on device", str(home))
+
+
+def another_runs(home: Path) -> None:
+    with Founding.of(Home(home), None, is_open=False), Founding.of(Home(home), None, is_open=False):
+        raise AssertionError("two peers are the first one")
+
+
+def no_driver(home: Path) -> None:
+    with mock.patch("torch.zeros", side_effect=RuntimeError("No CUDA GPUs are available")):
+        resolve_device("cuda:0")
+
+
+def silent_cloud(home: Path) -> None:
+    find("gcp", {"GCE_METADATA_HOST": "127.0.0.1:9"})
+
+
+@pytest.mark.parametrize("state", [full, another_runs, no_driver, silent_cloud])
+def test_a_state_that_passes_has_a_service_tried_again(state: Callable[[Path], None], tmp_path: Path) -> None:
+    never = {int(code) for code in re.findall(r"RestartPreventExitStatus=(.*)", systemd_unit(SERVICE))[0].split()}
+    with pytest.raises(MeshceeError) as raised:
+        state(tmp_path)
+    assert raised.value.exit_code not in never
+    with pytest.raises(MeshceeError) as wrong:
+        resolve_device("no-such-device")
+    assert wrong.value.exit_code in never
 
 
 def test_a_service_has_its_time_to_leave_and_one_that_takes_longer_is_a_sentence(
@@ -249,6 +306,21 @@ def test_only_what_was_said_is_written_and_the_file_of_settings_is_passed_on(
     monkeypatch.delenv("MESHCEE_CONFIG")
     monkeypatch.delenv("XDG_CONFIG_HOME")
     assert [name for name, _ in service_of().settings] == []
+
+
+def test_the_system_leaves_a_service_what_the_file_of_settings_gives_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[peer]\nleave_within = 300\nmemory = "8GiB"\n')
+    monkeypatch.setenv("MESHCEE_CONFIG", str(file))
+    for typed, stop_s in (((), 320), (("--leave-within", "40"), 60)):
+        with pytest.raises(SystemExit):
+            main(["peer", "install", "--print", *typed])
+        told = capsys.readouterr().out
+        assert f"TimeoutStopSec={stop_s}\n" in told
+        assert f"MemoryMax={(10 << 30) + (3 << 30)}\n" in told
+        assert "--memory" not in told, "the service reads the file itself"
 
 
 def test_a_line_on_standard_input_is_for_the_word_behind(monkeypatch: pytest.MonkeyPatch) -> None:

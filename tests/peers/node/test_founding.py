@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshcee.errors import UsageError
+from meshcee.errors import NotNowError, UsageError
 from meshcee.files.home import Home
 from peers.node.founding import Founding
 from peers.transport.p2p import reserve
@@ -50,7 +50,7 @@ def test_a_second_one_beside_it_is_told_how_to_join(tmp_path: Path) -> None:
     started(home, "meshcee1.ABC")
     with (
         Founding.of(home, None, is_open=False) as founding,
-        pytest.raises(UsageError, match=rf"(?s)mesh {founding.key.fingerprint} runs .* --join meshcee1.ABC\n"),
+        pytest.raises(NotNowError, match=rf"(?s)mesh {founding.key.fingerprint} runs .* --join meshcee1.ABC\n"),
         Founding.of(home, None, is_open=False),
     ):
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -388,6 +389,20 @@ def test_an_address_may_be_written_as_people_do(text: str, address: str) -> None
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="HOST:PORT"):
         multiaddress(text)
+
+
+def test_a_system_without_ipv6_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = socket.socket
+
+    def without(family: int, *arguments: Any) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+        return made(family, *arguments)
+
+    monkeypatch.setattr(socket, "socket", without)
+    for listen in ("[::]:0", "127.0.0.1:0,[::]:0"):
+        with pytest.raises(JoinError, match=r"cannot listen on :: .*family not supported"):
+            reserve([listen])
 
 
 def test_names_cannot_be_listened_on() -> None:
