@@ -8,7 +8,6 @@ goes forward, and a run goes back when it loses a peer: so copies of both are ke
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
 import time
 import warnings
@@ -46,23 +45,24 @@ class HyperSchedule:
         self._lock = threading.Lock()
 
     def at(self, step: int) -> tuple[dict[str, Any], ...]:
-        """The options of this step for every group."""
+        """The options of this step for every group. UsageError where one of them is no number of Python's, or a function fails."""
         with self._lock:
             if self._scheduler is not None and step != self._step:
                 self._go_to(step)
             groups = self._optimizer.param_groups
-            return tuple({k: _plain(g[k]) for k in DRIVEN if k in g} for g in groups)
+            return tuple({k: _plain(g[k], k, step) for k in DRIVEN if k in g} for g in groups)
 
     def check(self, steps: int) -> None:
         """UsageError for a schedule that fails before the last of so many steps. Of very many it tries what `LOOK_S` allows."""
         until_s = time.monotonic() + LOOK_S
-        try:
-            for step in itertools.chain(range(0, steps - 1, KEPT_EVERY), [steps - 1]):
-                if self._scheduler is None or time.monotonic() > until_s:
-                    return
+        for step in range(steps):
+            if self._scheduler is None or time.monotonic() > until_s:
+                return
+            try:
                 self._go_to(step)
-        except UsageError as error:
-            raise UsageError(f"the schedule does not last for steps={steps}: {error}") from error
+            except UsageError as error:
+                raise UsageError(f"the schedule does not last for steps={steps}: {error}") from error
+            self.at(step)
 
     def _go_to(self, step: int) -> None:
         if step < self._step:
@@ -92,5 +92,13 @@ def scheduled(optimizer: Optimizer, schedule: Schedule | None) -> Optimizer:
     return found.averaging(optimizer.ema, optimizer.eval_ema)
 
 
-def _plain(value: Any) -> Any:
-    return [float(v) for v in value] if isinstance(value, tuple | list) else float(value)
+def _plain(value: Any, name: str, step: int) -> Any:
+    """As it is sent. What torch computes with a float32 of numpy's or a tensor has other bits than with a float."""
+    if isinstance(value, tuple | list):
+        return [_plain(part, name, step) for part in value]
+    if not isinstance(value, int | float):
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise UsageError(
+            f"the schedule gives a number of {kind} for {name} at step {step}; have your function return float(...)"
+        )
+    return float(value)

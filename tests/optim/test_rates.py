@@ -6,6 +6,7 @@ import functools
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -89,6 +90,29 @@ def test_a_schedule_that_ends_before_the_job_is_found_at_once_however_many_steps
         HyperSchedule(optimizer, table).check(90)
     with mock.patch("meshcee.sampling.hyper.LOOK_S", 0.01):
         HyperSchedule(optimizer, Schedule("CosineAnnealingLR", T_max=1000)).check(10**7)
+
+
+NARROW = {
+    "numpy.float32": lambda step: np.float32(1 / (1 + step)),
+    "torch.float32": lambda step: torch.tensor(1 / (1 + step)),
+    "numpy.float32, late": lambda step: np.float32(0.5) if step == 1500 else 0.5,
+}
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_a_rate_that_is_no_float_is_refused_before_the_first_step(kind: str) -> None:
+    """torch computes with it in float32, and a member would with a float of the same value."""
+    schedule = HyperSchedule(Optimizer("SGD", lr=0.1), Schedule("LambdaLR", lr_lambda=NARROW[kind]))
+    with pytest.raises(
+        UsageError, match=r"the schedule gives a number of .*float32 for lr at step \d+; .* float\(...\)"
+    ):
+        schedule.check(1502)
+
+
+def test_rates_of_float64_are_floats() -> None:
+    schedule = HyperSchedule(Optimizer("SGD", lr=0.1), Schedule("LambdaLR", lr_lambda=lambda step: np.float64(0.3)))
+    schedule.check(3)
+    assert schedule.at(1)[0] == {"lr": 0.1 * 0.3, "momentum": 0.0}
 
 
 @pytest.mark.parametrize("name", ["SGD", "RMSprop", "AdamW"])
