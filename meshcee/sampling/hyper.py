@@ -2,7 +2,8 @@
 
 The idea: torch's own scheduler drives torch's own optimizer over one dummy parameter a group; whatever it changes
 (learning rate, momentum, betas) is read off the groups, so any step-driven scheduler works and peers need none. A scheduler only
-goes forward, and a run goes back when it loses a peer: so copies of both are kept now and then.
+goes forward, and a run goes back when it loses a peer: so copies of both are kept now and then. The user's functions are not
+copied: they may hold anything, and their rates must follow from the step alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -33,6 +35,7 @@ class HyperSchedule:
     """One for a run. `at(step)` may be called by several threads; it is slow where the steps before it were not asked for."""
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule | None) -> None:
+        self._given = optimizer, schedule
         names = {f"{i}": torch.nn.Parameter(torch.zeros(1, 1)) for i in range(len(optimizer.groups) + 1)}
         by_index = Optimizer(
             optimizer.name, groups={str(i): g for i, g in enumerate(optimizer.groups.values())}, **optimizer.options
@@ -40,7 +43,7 @@ class HyperSchedule:
         self._optimizer = by_index.build(names)
         self._scheduler = schedule.build(self._optimizer) if schedule else None
         self._step = 0
-        self._first = copy.deepcopy((self._optimizer, self._scheduler))
+        self._first = self._copied((self._optimizer, self._scheduler))
         self._kept = deque([(0, self._first)], maxlen=MOST_KEPT)  # as they were before these steps
         self._lock = threading.Lock()
 
@@ -53,23 +56,41 @@ class HyperSchedule:
             return tuple({k: _plain(g[k], k, step) for k in DRIVEN if k in g} for g in groups)
 
     def check(self, steps: int) -> None:
-        """UsageError for a schedule that fails before the last of so many steps. Of very many it tries what `LOOK_S` allows."""
-        until_s = time.monotonic() + LOOK_S
+        """UsageError for a schedule that fails before the last of so many steps, or gives other rates when it is asked again.
+
+        Of very many steps each of the two looks at what `LOOK_S` allows.
+        """
+        if self._scheduler is None:
+            return
+        for step, (once, again) in enumerate(zip(self._rates(steps), HyperSchedule(*self._given)._rates(steps))):
+            if again != once:
+                raise UsageError(
+                    f"the schedule gives other rates at step {step} when it is asked again; they must follow from the step alone"
+                )
+
+    def _rates(self, steps: int) -> list[str]:
+        """By step, each as a text: equal where all bits are, NaN too."""
+        found, until_s = list[str](), time.monotonic() + LOOK_S
         for step in range(steps):
-            if self._scheduler is None or time.monotonic() > until_s:
-                return
             try:
                 self._go_to(step)
             except UsageError as error:
                 raise UsageError(f"the schedule does not last for steps={steps}: {error}") from error
-            self.at(step)
+            found.append(repr(self.at(step)))
+            if time.monotonic() > until_s:
+                break
+        return found
+
+    def _copied(self, pair: Any) -> Any:
+        """A copy that shares the user's functions: with a method its whole object would be copied, a model or a lock."""
+        return copy.deepcopy(pair, {id(function): function for function in _functions(self._given[1])})
 
     def _go_to(self, step: int) -> None:
         if step < self._step:
             while self._kept and self._kept[-1][0] > step:
                 self._kept.pop()
             self._step, pair = self._kept[-1] if self._kept else (0, self._first)
-            self._optimizer, self._scheduler = copy.deepcopy(pair)
+            self._optimizer, self._scheduler = self._copied(pair)
         with warnings.catch_warnings():
             # torch warns that optimizer.step() was not called: the peers call it.
             warnings.simplefilter("ignore", UserWarning)
@@ -79,7 +100,7 @@ class HyperSchedule:
                     self._scheduler.step()
                 self._step += 1
                 if self._step % KEPT_EVERY == 0:
-                    self._kept.append((self._step, copy.deepcopy((self._optimizer, self._scheduler))))
+                    self._kept.append((self._step, self._copied((self._optimizer, self._scheduler))))
 
 
 def scheduled(optimizer: Optimizer, schedule: Schedule | None) -> Optimizer:
@@ -90,6 +111,17 @@ def scheduled(optimizer: Optimizer, schedule: Schedule | None) -> Optimizer:
     groups = {pattern: {**extra, **more} for (pattern, extra), more in zip(optimizer.groups.items(), own, strict=True)}
     found = Optimizer(optimizer.name, groups=groups, **{**optimizer.options, **rest})
     return found.averaging(optimizer.ema, optimizer.eval_ema)
+
+
+def _functions(value: Any) -> Iterator[Any]:
+    """All that the options of a schedule have of the user's code."""
+    if isinstance(value, Schedule):
+        yield from _functions(list(value.options.values()))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _functions(part)
+    elif callable(value):
+        yield value
 
 
 def _plain(value: Any, name: str, step: int) -> Any:

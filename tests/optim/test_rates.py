@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import random
+import threading
 from typing import Any
 from unittest import mock
 
@@ -113,6 +115,48 @@ def test_rates_of_float64_are_floats() -> None:
     schedule = HyperSchedule(Optimizer("SGD", lr=0.1), Schedule("LambdaLR", lr_lambda=lambda step: np.float64(0.3)))
     schedule.check(3)
     assert schedule.at(1)[0] == {"lr": 0.1 * 0.3, "momentum": 0.0}
+
+
+class Own:
+    """A rate of an object of the user's, which holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        self.rate, self.seen, self.lock = 1.0, 0, threading.Lock()
+
+    def falls(self, step: int) -> float:
+        return 1 / (1 + step)
+
+    def each_call(self, step: int) -> float:
+        self.rate *= 0.9
+        return self.rate
+
+    def each_new_step(self, step: int) -> float:
+        if step > self.seen:
+            self.seen, self.rate = step, self.rate * 0.9
+        return self.rate
+
+    def late(self, step: int) -> float:
+        return self.each_new_step(step) if step > 1100 else 1.0
+
+    def random(self, step: int) -> float:
+        return random.random()
+
+
+@pytest.mark.parametrize("how", ["each_call", "each_new_step", "late", "random"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_rates_that_do_not_follow_from_the_step_are_refused(how: str, inside: bool) -> None:
+    """Several schedules of one run share the function, and one steps it to the end before the run begins."""
+    schedule = Schedule("LambdaLR", lr_lambda=[getattr(Own(), how)])
+    if inside:
+        schedule = Schedule("ChainedScheduler", schedulers=[schedule])
+    with pytest.raises(UsageError, match=r"other rates at step .* when it is asked again.* from the step alone"):
+        HyperSchedule(Optimizer("SGD", lr=0.1), schedule).check(1300)
+
+
+def test_the_object_of_a_method_is_not_copied() -> None:
+    schedule = HyperSchedule(Optimizer("SGD", lr=0.1), Schedule("LambdaLR", lr_lambda=Own().falls))
+    schedule.check(1030)
+    assert [schedule.at(step)[0]["lr"] for step in (3, 1029, 1)] == [0.1 / 4, 0.1 * (1 / 1030), 0.1 / 2]
 
 
 @pytest.mark.parametrize("name", ["SGD", "RMSprop", "AdamW"])
