@@ -75,7 +75,9 @@ class HyperSchedule:
             try:
                 self._go_to(step)
             except UsageError as error:
-                raise UsageError(f"the schedule does not last for steps={steps}: {error}") from error
+                raise UsageError(f"the schedule does not last for steps={steps}: {error}") from (
+                    error.__cause__ or error
+                )
             found.append(repr(self.at(step)))
             if time.monotonic() > until_s:
                 break
