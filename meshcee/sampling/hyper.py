@@ -65,7 +65,7 @@ class HyperSchedule:
         for step, (once, again) in enumerate(zip(self._rates(steps), HyperSchedule(*self._given)._rates(steps))):
             if again != once:
                 raise UsageError(
-                    f"the schedule gives other rates at step {step} when it is asked again; they must follow from the step alone"
+                    f"the schedule gives other rates at step {step + 1} when it is asked again; they must follow from the step alone"
                 )
 
     def _rates(self, steps: int) -> list[str]:
@@ -133,6 +133,6 @@ def _plain(value: Any, name: str, step: int) -> Any:
     if not isinstance(value, int | float):
         kind = getattr(value, "dtype", type(value).__name__)
         raise UsageError(
-            f"the schedule gives a number of {kind} for {name} at step {step}; have your function return float(...)"
+            f"the schedule gives a number of {kind} for {name} at step {step + 1}; have your function return float(...)"
         )
     return float(value)
