@@ -65,7 +65,7 @@ class HyperSchedule:
         for step, (once, again) in enumerate(zip(self._rates(steps), HyperSchedule(*self._given)._rates(steps))):
             if again != once:
                 raise UsageError(
-                    f"the schedule gives other rates at step {step + 1} when it is asked again; they must follow from the step alone"
+                    f"the schedule gives other rates at step {step + 1} when asked again; they must follow from the step alone"
                 )
 
     def _rates(self, steps: int) -> list[str]:

@@ -149,7 +149,7 @@ def test_rates_that_do_not_follow_from_the_step_are_refused(how: str, inside: bo
     schedule = Schedule("LambdaLR", lr_lambda=[getattr(Own(), how)])
     if inside:
         schedule = Schedule("ChainedScheduler", schedulers=[schedule])
-    with pytest.raises(UsageError, match=r"other rates at step .* when it is asked again.* from the step alone"):
+    with pytest.raises(UsageError, match=r"other rates at step .* when asked again.* from the step alone"):
         HyperSchedule(Optimizer("SGD", lr=0.1), schedule).check(1300)
 
 
