@@ -2,17 +2,18 @@
 
 The idea: torch's own scheduler drives torch's own optimizer over one dummy parameter a group; whatever it changes
 (learning rate, momentum, betas) is read off the groups, so any step-driven scheduler works and peers need none. A scheduler only
-goes forward, and a run goes back when it loses a peer: so copies of both are kept now and then.
+goes forward, and a run goes back when it loses a peer: so copies of both are kept now and then. The user's functions are not
+copied: they may hold anything, and their rates must follow from the step alone.
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 import threading
 import time
 import warnings
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,7 @@ class HyperSchedule:
     """One for a run. `at(step)` may be called by several threads; it is slow where the steps before it were not asked for."""
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule | None) -> None:
+        self._given = optimizer, schedule
         names = {f"{i}": torch.nn.Parameter(torch.zeros(1, 1)) for i in range(len(optimizer.groups) + 1)}
         by_index = Optimizer(
             optimizer.name, groups={str(i): g for i, g in enumerate(optimizer.groups.values())}, **optimizer.options
@@ -41,35 +43,56 @@ class HyperSchedule:
         self._optimizer = by_index.build(names)
         self._scheduler = schedule.build(self._optimizer) if schedule else None
         self._step = 0
-        self._first = copy.deepcopy((self._optimizer, self._scheduler))
+        self._first = self._copied((self._optimizer, self._scheduler))
         self._kept = deque([(0, self._first)], maxlen=MOST_KEPT)  # as they were before these steps
         self._lock = threading.Lock()
 
     def at(self, step: int) -> tuple[dict[str, Any], ...]:
-        """The options of this step for every group."""
+        """The options of this step for every group. UsageError where one of them is no number of Python's, or a function fails."""
         with self._lock:
             if self._scheduler is not None and step != self._step:
                 self._go_to(step)
             groups = self._optimizer.param_groups
-            return tuple({k: _plain(g[k]) for k in DRIVEN if k in g} for g in groups)
+            return tuple({k: _plain(g[k], k, step) for k in DRIVEN if k in g} for g in groups)
 
     def check(self, steps: int) -> None:
-        """UsageError for a schedule that fails before the last of so many steps. Of very many it tries what `LOOK_S` allows."""
-        until_s = time.monotonic() + LOOK_S
-        try:
-            for step in itertools.chain(range(0, steps - 1, KEPT_EVERY), [steps - 1]):
-                if self._scheduler is None or time.monotonic() > until_s:
-                    return
+        """UsageError for a schedule that fails before the last of so many steps, or gives other rates when it is asked again.
+
+        Of very many steps each of the two looks at what `LOOK_S` allows.
+        """
+        if self._scheduler is None:
+            return
+        for step, (once, again) in enumerate(zip(self._rates(steps), HyperSchedule(*self._given)._rates(steps))):
+            if again != once:
+                raise UsageError(
+                    f"the schedule gives other rates at step {step + 1} when asked again; they must follow from the step alone"
+                )
+
+    def _rates(self, steps: int) -> list[str]:
+        """By step, each as a text: equal where all bits are, NaN too."""
+        found, until_s = list[str](), time.monotonic() + LOOK_S
+        for step in range(steps):
+            try:
                 self._go_to(step)
-        except UsageError as error:
-            raise UsageError(f"the schedule does not last for steps={steps}: {error}") from error
+            except UsageError as error:
+                raise UsageError(f"the schedule does not last for steps={steps}: {error}") from (
+                    error.__cause__ or error
+                )
+            found.append(repr(self.at(step)))
+            if time.monotonic() > until_s:
+                break
+        return found
+
+    def _copied(self, pair: Any) -> Any:
+        """A copy that shares the user's functions: with a method its whole object would be copied, a model or a lock."""
+        return copy.deepcopy(pair, {id(function): function for function in _functions(self._given[1])})
 
     def _go_to(self, step: int) -> None:
         if step < self._step:
             while self._kept and self._kept[-1][0] > step:
                 self._kept.pop()
             self._step, pair = self._kept[-1] if self._kept else (0, self._first)
-            self._optimizer, self._scheduler = copy.deepcopy(pair)
+            self._optimizer, self._scheduler = self._copied(pair)
         with warnings.catch_warnings():
             # torch warns that optimizer.step() was not called: the peers call it.
             warnings.simplefilter("ignore", UserWarning)
@@ -79,7 +102,7 @@ class HyperSchedule:
                     self._scheduler.step()
                 self._step += 1
                 if self._step % KEPT_EVERY == 0:
-                    self._kept.append((self._step, copy.deepcopy((self._optimizer, self._scheduler))))
+                    self._kept.append((self._step, self._copied((self._optimizer, self._scheduler))))
 
 
 def scheduled(optimizer: Optimizer, schedule: Schedule | None) -> Optimizer:
@@ -92,5 +115,24 @@ def scheduled(optimizer: Optimizer, schedule: Schedule | None) -> Optimizer:
     return found.averaging(optimizer.ema, optimizer.eval_ema)
 
 
-def _plain(value: Any) -> Any:
-    return [float(v) for v in value] if isinstance(value, tuple | list) else float(value)
+def _functions(value: Any) -> Iterator[Any]:
+    """All that the options of a schedule have of the user's code."""
+    if isinstance(value, Schedule):
+        yield from _functions(list(value.options.values()))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _functions(part)
+    elif callable(value):
+        yield value
+
+
+def _plain(value: Any, name: str, step: int) -> Any:
+    """As it is sent. What torch computes with a float32 of numpy's or a tensor has other bits than with a float."""
+    if isinstance(value, tuple | list):
+        return [_plain(part, name, step) for part in value]
+    if not isinstance(value, int | float):
+        kind = getattr(value, "dtype", type(value).__name__)
+        raise UsageError(
+            f"the schedule gives a number of {kind} for {name} at step {step + 1}; have your function return float(...)"
+        )
+    return float(value)

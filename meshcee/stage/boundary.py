@@ -2,23 +2,27 @@
 
 The idea: rows that two neighbours have in common travel between them, once. What every member has whole (computed from
 parameters alone), sizes and the generator's state come from the first of the senders; gradients go back the way
-that the values came, so the sum over the group at the end of the step counts each exactly once.
+that the values came, so the sum over the group at the end of the step counts each exactly once. What does not fit is refused
+while its sender is known: a kernel's error would be the receiver's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from meshcee.capture import Program, StageSpec, Value
+from meshcee.capture import Batch, Program, StageSpec, Value
 from meshcee.capture.graph import Cut, divided
 from meshcee.errors import ProtocolError
 from meshcee.role import Piece
 
 __all__ = ["Boundaries", "Boundary"]
+
+GPU_STATE_BYTES = 16  # a seed and an offset
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,14 @@ class Boundary:
     def join(
         self, arrived: Mapping[str, Sequence[Any]], rows: tuple[int, int], sources: Sequence[Piece]
     ) -> tuple[list[Any], Any]:
-        """The values of one micro-batch and the generator's state, from all sources; `rows` are the receiver's."""
+        """The values of one micro-batch and the generator's state, from all sources; `rows` are the receiver's.
+
+        ProtocolError, with a note of who sent it, for values of another type or shape, or a state that no generator has.
+        """
         parts = [arrived[piece.peer] for piece in sources]
-        if any(len(part) != len(self.values) + 1 for part in parts):
-            raise ProtocolError(f"an activation frame has {len(self.values)} values and the generator's state")
+        for piece, part in zip(sources, parts):
+            with _of(piece.peer):
+                self._check(part, piece, leads=piece is sources[0])
         first = parts[0]
         if self.cuts is None:
             return list(first[:-1]), first[-1]
@@ -59,8 +67,6 @@ class Boundary:
             if cut.dim is not None:
                 values.append(self._concatenated(i, [part[i] for part in parts], sources))
             elif cut.per_sample:
-                if type(first[i]) is not int:
-                    raise ProtocolError(f"size {self.values[i].name} arrived as a {type(first[i]).__name__}")
                 a, b = sources[0].rows
                 values.append(first[i] * (rows[1] - rows[0]) // (b - a))
             else:
@@ -84,12 +90,16 @@ class Boundary:
         ]
 
     def join_back(
-        self, arrived: Mapping[str, Sequence[torch.Tensor | None]], targets: Sequence[Piece]
+        self, arrived: Mapping[str, Sequence[torch.Tensor | None]], targets: Sequence[Piece], sent: Sequence[Any]
     ) -> list[torch.Tensor | None]:
-        """The gradients of what was sent, from all targets."""
+        """The gradients of what was `sent`, from all targets.
+
+        ProtocolError, with a note of who sent it, for gradients of another type or shape.
+        """
         parts = [arrived[piece.peer] for piece in targets]
-        if any(len(part) != len(self.values) for part in parts):
-            raise ProtocolError(f"a gradient frame has {len(self.values)} values")
+        for piece, part in zip(targets, parts):
+            with _of(piece.peer):
+                self._check_back(part, piece.end - piece.first, sent, _count(targets))
         if self.cuts is None:
             return list(parts[0])
         out: list[torch.Tensor | None] = []
@@ -101,8 +111,6 @@ class Boundary:
             elif cut.dim is not None:
                 out.append(self._concatenated(i, self._filled(i, column, present[0], targets), targets))
             else:
-                if any(g.shape != present[0].shape or g.dtype != present[0].dtype for g in present):
-                    raise ProtocolError(f"gradients for {self.values[i].name} arrived in different shapes")
                 total = present[0]
                 for gradient in present[1:]:
                     total = total + gradient
@@ -110,6 +118,32 @@ class Boundary:
         return out
 
     # -- parts -------------------------------------------------------------------------------------------------------
+
+    def _check(self, part: Sequence[Any], piece: Piece, *, leads: bool) -> None:
+        """What a source has sent. Only of the first one do values count that every member has whole."""
+        if len(part) != len(self.values) + 1:
+            raise ProtocolError(f"an activation frame has {len(self.values)} values and the generator's state")
+        samples = piece.end - piece.first
+        for i, (value, given) in enumerate(zip(self.values, part)):
+            counts = leads or (self.cuts is not None and self.cuts[i].dim is not None)
+            if counts and not _fits(value, given, samples):
+                raise ProtocolError(f"value {i} of {samples} samples arrived as {_told(given)}")
+        if leads and not _is_generators(part[-1]):
+            raise ProtocolError(f"a generator's state arrived as {_told(part[-1])}")
+
+    def _check_back(self, part: Sequence[Any], samples: int, sent: Sequence[Any], all_samples: int) -> None:
+        """What a target has sent back, for its own rows of what was sent."""
+        if len(part) != len(self.values):
+            raise ProtocolError(f"a gradient frame has {len(self.values)} values")
+        for i, (value, given, own) in enumerate(zip(self.values, part, sent)):
+            shape = list(value.to_wire(own).shape) if isinstance(own, torch.Tensor) else []
+            if self.cuts is not None and self.cuts[i].dim is not None:
+                dim = self._wire_dim(i)
+                shape[dim] = shape[dim] // all_samples * samples
+            if given is not None and (
+                not isinstance(own, torch.Tensor) or [given.dtype, *given.shape] != [own.dtype, *shape]
+            ):
+                raise ProtocolError(f"gradient {i} of {samples} samples arrived as {_told(given)}")
 
     def _wire_dim(self, index: int) -> int:
         assert self.cuts is not None
@@ -128,8 +162,6 @@ class Boundary:
     def _concatenated(self, index: int, parts: Sequence[Any], pieces: Sequence[Piece]) -> torch.Tensor:
         dim, value = self._wire_dim(index), self.values[index]
         for part, piece in zip(parts, pieces):
-            if not isinstance(part, torch.Tensor) or part.dim() != len(value.shape) or part.dtype != value.dtype:
-                raise ProtocolError(f"{value.name} did not arrive as a tensor of {value.dtype}")
             count = piece.end - piece.first
             if part.shape[dim] % count or part.shape[dim] // count * _count(pieces[:1]) != parts[0].shape[dim]:
                 raise ProtocolError(f"rows of {value.name} arrived as {tuple(part.shape)} for {count} samples")
@@ -141,8 +173,6 @@ class Boundary:
         self, index: int, column: Sequence[torch.Tensor | None], like: torch.Tensor, targets: Sequence[Piece]
     ) -> list[torch.Tensor]:
         """Zeros where a member had no gradient for its rows while another had."""
-        if like.dim() != len(self.values[index].shape):
-            raise ProtocolError(f"a gradient for {self.values[index].name} arrived as {tuple(like.shape)}")
         dim = self._wire_dim(index)
         known = next(_count([piece]) for g, piece in zip(column, targets) if g is like)
         filled = []
@@ -157,6 +187,45 @@ class Boundary:
 
 def _count(pieces: Sequence[Piece]) -> int:
     return sum(piece.end - piece.first for piece in pieces)
+
+
+@contextlib.contextmanager
+def _of(peer: str) -> Iterator[None]:
+    """Whoever reports an error from in here is to say whose frame it was."""
+    try:
+        yield
+    except ProtocolError as error:
+        error.add_note(peer)
+        raise
+
+
+def _fits(value: Value, given: Any, samples: int) -> bool:
+    """Whether it may be this value for so many samples, as it travels."""
+    if not value.is_tensor:
+        return type(given) is int
+    if not isinstance(given, torch.Tensor) or not value.admits(given, on_wire=True):
+        return False
+    sizes = zip(value.from_wire(given).shape, value.sizes(samples), value.shape)
+    return all(own == wanted for own, wanted, dim in sizes if isinstance(dim, Batch))
+
+
+def _is_generators(rng: Any) -> bool:
+    """A seed, nothing, or the state of a generator, of a GPU by its size alone."""
+    if rng is None or type(rng) is int:
+        return True
+    if not isinstance(rng, torch.Tensor) or rng.dtype != torch.uint8 or rng.dim() != 1:
+        return False
+    if len(rng) == GPU_STATE_BYTES:
+        return True
+    try:
+        torch.Generator().set_state(rng)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+def _told(given: Any) -> str:
+    return f"{given.dtype}{tuple(given.shape)}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
 
 
 @dataclass(frozen=True)

@@ -182,6 +182,10 @@ class StageRunner:
             return [], after, results[0].detach()
         return _to_wire(self.spec.sent, results), after, None
 
+    def sent(self, micro: int) -> list[Any]:
+        """What F of this micro-batch gave: tensors with their dimensions in eager order, and sizes; before its B."""
+        return self._redone(micro).results
+
     def backward(
         self,
         micro: int,

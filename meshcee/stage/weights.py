@@ -18,6 +18,7 @@ from meshcee.optim import Optimizer
 __all__ = ["AVERAGE", "Weights", "first_moments", "optimizer_layout"]
 
 AVERAGE = "ema"  # the key of a parameter's average beside its moments
+COUNTS = frozenset({"step", "mu_product", "mu", "eta"})  # keys of what torch makes in its process's default type
 
 
 class Weights:
@@ -135,7 +136,9 @@ class Weights:
 
     def optimizer_state(self) -> dict[str, dict[str, Any]]:
         """Moments, step counts, the average and the like by parameter name; not copies."""
-        found = {n: dict(self.optimizer.state.get(p, {})) for n, p in self.masters.items()}
+        found = {
+            n: {k: _counted(k, v) for k, v in self.optimizer.state.get(p, {}).items()} for n, p in self.masters.items()
+        }
         for name, average in self.averages.items():
             found[name][AVERAGE] = average
         return found
@@ -157,6 +160,11 @@ class Weights:
                     self.averages[name] = found.pop(AVERAGE)
                 if found:
                     self.optimizer.state[parameter] = found
+
+
+def _counted(key: str, value: Any) -> Any:
+    """As every peer has it, in float32: the default type may be a script's own in the process of an owner."""
+    return value.float() if key in COUNTS and isinstance(value, torch.Tensor) else value
 
 
 def _kept(key: str, tensor: torch.Tensor, parameter: torch.Tensor, counts_at: torch.device) -> torch.Tensor:
@@ -190,7 +198,7 @@ def optimizer_layout(optimizer: Optimizer, masters: Layout) -> dict[str, tuple[t
     built.step()
     for name, parameter in tiny.items():
         for key, value in built.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value := _counted(key, value), torch.Tensor):
                 whole = masters[name][1] if value.dim() == parameter.dim() else ()  # of a factor a dimension is 1
                 found[f"{name}/{key}"] = (value.dtype, tuple(n if own > 1 else 1 for n, own in zip(whole, value.shape)))
     return found
@@ -200,5 +208,5 @@ def first_moments(optimizer: Optimizer, masters: Layout) -> dict[str, torch.Tens
     """What the optimizer keeps for these parameters before its first step, as "<parameter>/<key>": Adagrad begins with sums."""
     fresh = {name: torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, (dtype, shape) in masters.items()}
     state = optimizer.build(fresh).state
-    kept = {f"{name}/{key}": v for name, parameter in fresh.items() for key, v in state.get(parameter, {}).items()}
+    kept = {f"{n}/{k}": _counted(k, v) for n, parameter in fresh.items() for k, v in state.get(parameter, {}).items()}
     return {name: value for name, value in kept.items() if isinstance(value, torch.Tensor)}

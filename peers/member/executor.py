@@ -374,7 +374,8 @@ class Executor:
         partials = self._partials(round.number, micro) if place.fused else {}
 
         def work() -> tuple[list[list[Any]], Mapping[str, torch.Tensor]]:
-            gradients = self._boundaries.after.join_back(arrived, place.targets(place.micro_batch))
+            targets, sent = place.targets(place.micro_batch), self._runner.sent(micro)
+            gradients = self._boundaries.after.join_back(arrived, targets, sent)
             if place.fused:
                 with self._finishing(round, micro):
                     received, onward = self._runner.backward(micro, gradients, weight, partials)

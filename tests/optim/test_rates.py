@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
+import threading
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -89,6 +92,71 @@ def test_a_schedule_that_ends_before_the_job_is_found_at_once_however_many_steps
         HyperSchedule(optimizer, table).check(90)
     with mock.patch("meshcee.sampling.hyper.LOOK_S", 0.01):
         HyperSchedule(optimizer, Schedule("CosineAnnealingLR", T_max=1000)).check(10**7)
+
+
+NARROW = {
+    "numpy.float32": lambda step: np.float32(1 / (1 + step)),
+    "torch.float32": lambda step: torch.tensor(1 / (1 + step)),
+    "numpy.float32, late": lambda step: np.float32(0.5) if step == 1500 else 0.5,
+}
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_a_rate_that_is_no_float_is_refused_before_the_first_step(kind: str) -> None:
+    """torch computes with it in float32, and a member would with a float of the same value."""
+    schedule = HyperSchedule(Optimizer("SGD", lr=0.1), Schedule("LambdaLR", lr_lambda=NARROW[kind]))
+    with pytest.raises(
+        UsageError, match=r"the schedule gives a number of .*float32 for lr at step \d+; .* float\(...\)"
+    ):
+        schedule.check(1502)
+
+
+def test_rates_of_float64_are_floats() -> None:
+    schedule = HyperSchedule(Optimizer("SGD", lr=0.1), Schedule("LambdaLR", lr_lambda=lambda step: np.float64(0.3)))
+    schedule.check(3)
+    assert schedule.at(1)[0] == {"lr": 0.1 * 0.3, "momentum": 0.0}
+
+
+class Own:
+    """A rate of an object of the user's, which holds what cannot be copied."""
+
+    def __init__(self) -> None:
+        self.rate, self.seen, self.lock = 1.0, 0, threading.Lock()
+
+    def falls(self, step: int) -> float:
+        return 1 / (1 + step)
+
+    def each_call(self, step: int) -> float:
+        self.rate *= 0.9
+        return self.rate
+
+    def each_new_step(self, step: int) -> float:
+        if step > self.seen:
+            self.seen, self.rate = step, self.rate * 0.9
+        return self.rate
+
+    def late(self, step: int) -> float:
+        return self.each_new_step(step) if step > 1100 else 1.0
+
+    def random(self, step: int) -> float:
+        return random.random()
+
+
+@pytest.mark.parametrize("how", ["each_call", "each_new_step", "late", "random"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_rates_that_do_not_follow_from_the_step_are_refused(how: str, inside: bool) -> None:
+    """Several schedules of one run share the function, and one steps it to the end before the run begins."""
+    schedule = Schedule("LambdaLR", lr_lambda=[getattr(Own(), how)])
+    if inside:
+        schedule = Schedule("ChainedScheduler", schedulers=[schedule])
+    with pytest.raises(UsageError, match=r"other rates at step .* when asked again.* from the step alone"):
+        HyperSchedule(Optimizer("SGD", lr=0.1), schedule).check(1300)
+
+
+def test_the_object_of_a_method_is_not_copied() -> None:
+    schedule = HyperSchedule(Optimizer("SGD", lr=0.1), Schedule("LambdaLR", lr_lambda=Own().falls))
+    schedule.check(1030)
+    assert [schedule.at(step)[0]["lr"] for step in (3, 1029, 1)] == [0.1 / 4, 0.1 * (1 / 1030), 0.1 / 2]
 
 
 @pytest.mark.parametrize("name", ["SGD", "RMSprop", "AdamW"])

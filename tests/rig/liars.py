@@ -16,7 +16,7 @@ import torch
 
 from meshcee.audit import Proof, Tally, frame_digest
 from meshcee.stage import StageRunner
-from peers.member.audit import StepWitness
+from peers.member.audit import StepWitness, witness
 from peers.member.executor import Executor
 from peers.member.service import Session
 from peers.state import CopyStore, Keeper
@@ -31,6 +31,7 @@ LIES = (
     "weight gradient",
     "update",
     "moment",
+    "count",
     "loss",
     "what it sent",
     "what it received",
@@ -77,6 +78,7 @@ class Liar:
 
     lie: str
     where: Where
+    count: float = -5.0  # of steps, which its optimizer is said to keep
     told: list[tuple[str, int]] = field(default_factory=list)
     runners: dict[int, str] = field(default_factory=dict)
     stores: dict[int, str] = field(default_factory=dict)
@@ -113,6 +115,8 @@ class Liar:
             ):
                 told = getattr(self, f"{kind.__name__}_{name.strip('_')}")
                 stack.enter_context(mock.patch.object(kind, name, self._with(getattr(kind, name), told)))
+            counted = self._with(witness.stage_tensors, self.counted)
+            stack.enter_context(mock.patch.object(witness, "stage_tensors", counted))
             yield
 
     @staticmethod
@@ -205,6 +209,15 @@ class Liar:
             self.tell(str(peer), step)
 
     # -- lies in what is said
+
+    def counted(self, honest: Any, runner: Any) -> dict[str, torch.Tensor]:
+        """Of the state that it proves, not of the one that it goes on from: with that it would fail itself."""
+        found: dict[str, torch.Tensor] = honest(runner)
+        peer = self.runners.get(id(runner))
+        if self.lies("count", peer, runner.step) and (counts := [n for n in found if n.endswith("/step")]):
+            found[counts[0]] = torch.full_like(found[counts[0]], self.count)
+            self.tell(str(peer), runner.step)
+        return found
 
     def StepWitness_sent(self, honest: Any, witness: Any, to: str, frame: Any) -> Any:
         peer = self.witnesses.get(id(witness))

@@ -26,7 +26,7 @@ from meshcee.job import Job
 from meshcee.optim import Optimizer, Schedule
 from meshcee.planner.live import workload_of
 from meshcee.stage.runner import clip_coefficient, global_norm
-from meshcee.stage.weights import Weights, optimizer_layout
+from meshcee.stage.weights import Weights, first_moments, optimizer_layout
 from tests.peers.groups.test_live_groups import Lopsided, lopsided
 from tests.rig import zoo
 from tests.rig.chain import Chain
@@ -532,6 +532,26 @@ def test_counts_come_back_to_where_the_optimizer_reads_them(optimizer: Optimizer
     found = weights.optimizer_state()["weight"]
     assert {tensor.device.type for tensor in found.values() if not tensor.dim()} == {where}
     assert {tensor.device.type for tensor in found.values() if tensor.dim()} == {"meta"}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adagrad", "Rprop"])
+def test_a_count_has_the_type_of_every_peer_whatever_is_the_default_here(name: str) -> None:
+    """In a script in float64 a save asked for 8 bytes of a count of 4, and no checkpoint ever came."""
+    optimizer, masters = Optimizer(name, lr=0.1), {"w": (torch.float64, (4, 4))}
+    state = {"w": torch.zeros(4, 4, dtype=torch.float64)}
+    entries = {"w": Input("parameter", Value("w", torch.float64, (4, 4)), trainable=True)}
+    torch.set_default_dtype(torch.float64)
+    try:
+        layout, moments = optimizer_layout(optimizer, masters), first_moments(optimizer, masters)
+        weights = Weights(("w",), ("w",), (), state, optimizer, torch.device("cpu"), entries)
+        weights.masters["w"].grad = torch.ones(4, 4)
+        weights.commit(None, None)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    kept = {f"w/{key}": (v.dtype, tuple(v.shape)) for key, v in weights.optimizer_state()["w"].items()}
+    assert layout["w/step"] == (torch.float32, ())
+    assert kept.items() <= layout.items()
+    assert all(value.dtype == layout[key][0] for key, value in moments.items())
 
 
 def test_a_group_does_not_share_an_embedding_whose_gradients_depend_on_the_whole_batch() -> None:

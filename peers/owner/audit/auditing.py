@@ -321,6 +321,9 @@ class Auditing:
         if tally.hashes() != proof.received:
             self._convict(peer, step, "it shows other frames than it had said that it received")
         state = {name: found[digest].clone() for name, digest in named.items()}
+        counts = [float(state[name]) for name in shown.optimizer if name.endswith("/step")]
+        if not all(0 <= count <= step.step for count in counts):  # NaN is neither
+            self._convict(peer, step, "its optimizer counts steps that nobody has fed")
         return await asyncio.to_thread(self._constants, offer, state) | state, frames
 
     def _constants(self, offer: Offer, shown: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -351,15 +354,11 @@ class Auditing:
             right, losses = await self._judge(offer, state, frames, step.raw.get(peer, {}), round)
         except (ProtocolError, NonFiniteLossError) as error:
             self._convict(peer, step, str(error))
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            LookupError,
-            MemoryError,
-        ) as error:  # of this machine: nobody's lie
+        except Exception as error:  # the state that it shows leads a kernel or the optimizer into any
             log.warning("a step could not be computed again", peer=peer, step=step.step, error=repr(error)[:500])
-            return
+            if _is_no_memory(error):  # of this machine
+                return
+            self._doubt(peer, step)
         self.judged += 1
         for key in sorted(right.sent):
             if proof.sent[key] != right.sent[key]:
@@ -370,6 +369,11 @@ class Auditing:
             self._convict(peer, step, "the loss that it told is another one")
         if proof.after != right.after:
             self._convict(peer, step, "its weights, or what its optimizer keeps, have other bits after the step")
+
+
+def _is_no_memory(error: Exception) -> bool:
+    """On a CPU torch says so in words alone."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _frame(said: Said, found: Mapping[str, torch.Tensor]) -> Frame:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from benchmarks import virtual_chaos
 from meshcee.errors import MeshceeError, NonFiniteLossError, ProtocolError, unwrap
 from meshcee.stage.runner import StageRunner
+from meshcee.stage.tensors import pack, unpack
 from peers.device.compute import Pace
 from peers.member.executor import Executor
 from peers.member.service import Member
@@ -169,6 +170,43 @@ def test_what_two_members_cannot_decode_or_build_alike_ends_the_run_and_says_so(
     with pytest.raises(MeshceeError, match=says):
         played(tmp_path, lambda storm: lambda report: None)
     assert len(set(failing.failed)) >= 2
+
+
+class Widened:
+    """Rows of the values that a member sends have a number too many, and its frames say so: nothing is wrong with the bytes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sender, self.met = "", list[str]()
+        take = Executor.take
+
+        async def taken(executor: Executor, peer: str, frame: Frame) -> None:
+            self.sender = self.sender or executor.place.stages[0].peers[0]
+            if peer == self.sender and executor.step == STRUCK and frame.kind == messages.F:
+                self.met.append(executor.place.peer)
+                values = unpack(frame.header["tensors"], frame.payloads)
+                wider = [torch.cat([v, v[..., :1]], -1) if isinstance(v, torch.Tensor) else v for v in values[:-1]]
+                meta, payloads = pack([*wider, values[-1]])
+                frame = replace(frame, header={**frame.header, "tensors": meta}, payloads=payloads)
+            await take(executor, peer, frame)
+
+        monkeypatch.setattr(Executor, "take", taken)
+
+
+def test_who_sends_what_no_stage_can_take_is_a_suspect_each_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its receivers alone were: the second one's error was taken for the work's, and ended the run."""
+    widened, hear, heard = Widened(monkeypatch), Suspects.hear, list[Fault]()
+
+    def noted(suspects: Suspects, faults: Collection[Fault]) -> set[str]:
+        heard.extend(faults)
+        return hear(suspects, faults)
+
+    monkeypatch.setattr(Suspects, "hear", noted)
+    outcome, _ = played(tmp_path, lambda storm: lambda report: None)
+    assert outcome == "equal"
+    assert heard
+    assert all(fault.suspects == {widened.sender, fault.peer} for fault in heard)
 
 
 def test_what_two_members_fail_alike_at_ends_the_run_and_says_so(
