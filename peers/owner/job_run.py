@@ -35,7 +35,7 @@ from peers.owner.diary import Diary, Numbers, next_incarnation, same_threads
 from peers.owner.epoch import Owner, Report, in_doubt
 from peers.owner.feed import Feed, Stalls, Steering
 from peers.owner.offering import check_members
-from peers.owner.recovery import Recovery, Stopwatch, found_or_not, losses, proposed
+from peers.owner.recovery import Recovery, Stopwatch, found_or_not, how_to_go_on, losses, proposed
 from peers.owner.result import Result, Telling, Wanted, once, weights_of
 from peers.owner.turn import Turn
 from peers.planning import Planned, PlanRequest, ask_plan, given_plan, profile, question
@@ -549,14 +549,8 @@ class Training:
         return replace(self._request, job=self._costs(going.plan.what.plan.micro_batch), wanted=())
 
     def _how_to_go_on(self, error: MeshceeError, first: str = "start more peers") -> str:
-        waited_s = self._agent.timeouts.regroup_s
-        why = "it happened again and again" if isinstance(error, PeerLostError) else f"after {waited_s:.0f} s: {error}"
-        if self._diary is None or self._durable is None:
-            return f"{why}; {first} and run the command again"
-        return (
-            f"{why}; the state after {self._durable.next_step} steps is in {self._durable.folder}: {first}, then go on "
-            f"with `meshcee train JOB.py --resume {self._diary.run.id}`"
-        )
+        run_id = self._diary.run.id if self._diary is not None else None
+        return how_to_go_on(error, first, self._agent.timeouts.regroup_s, run_id, self._durable)
 
     async def _epoch(self, going: course.Course, planned: Planned, number: int) -> None:
         """Offer this plan, feed it to the end; its members may be gone by now."""
