@@ -391,6 +391,7 @@ class Training:
                 recovery.tell_leaving(command)
             case moves.GoOnFrom(step, with_peers, copies):
                 self.base = copies if with_peers else self._durable
+                self.result.state, self.result.averages = {}, {}  # an epoch that has ended in peace leaves its own
                 on_disk = self._durable.next_step if self._durable is not None else 0
                 log.info(Event.STATE_FOUND, next_step=step, done=going.done, with_peers=with_peers, on_disk=on_disk)
             case moves.Stop(hand_over):
