@@ -593,8 +593,6 @@ class Course:
         return [Fail(error)]
 
     def _give_up(self, error: MeshceeError) -> list[Command]:
-        if self.plan is None:
-            return self._fail(error)
         self.state = State.OVER
         return [GiveUp(self._setback.lost, error)]
 

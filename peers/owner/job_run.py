@@ -342,7 +342,7 @@ class Training:
             case moves.Profile():
                 assert self._captured is not None
                 ask = self._job, self._captured, self._wanted.stages, self._lent, self._numbers.bound_to
-                self._request = await question(agent, *ask)
+                self._request = await question(agent, *ask, taken_over=bool(self._wanted.after))
                 return moves.Profiled()
             case moves.AskPlan():
                 return await found_or_not(self._plan())
@@ -405,7 +405,7 @@ class Training:
             case moves.Fail(error):
                 raise error
             case moves.GiveUp(lost, error):
-                raise PeerLostError(f"{lost or error}; {self._how_to_go_on(error)}") from error
+                raise PeerLostError(f"{lost or 'the run cannot go on'}; {self._how_to_go_on(error)}") from error
             case _:
                 assert self._telling.newest is not None
                 return await self._after_step(command, self._telling.newest)

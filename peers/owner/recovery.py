@@ -121,12 +121,10 @@ def proposed(planned: Planned) -> moves.Proposal:
 def how_to_go_on(error: MeshceeError, first: str, waited_s: float, run_id: str | None, saved: Checkpoint | None) -> str:
     """Why a run ends, and what to do: this first, then go on. `run_id` names its folder, `saved` is the newest on the disk."""
     why = "it happened again and again" if isinstance(error, PeerLostError) else f"after {waited_s:.0f} s: {error}"
-    if run_id is None or saved is None:
+    if run_id is None:
         return f"{why}; {first} and run the command again"
-    return (
-        f"{why}; the state after {saved.next_step} steps is in {saved.folder}: {first}, then go on "
-        f"with `meshcee train JOB.py --resume {run_id}`"
-    )
+    where = f"the state after {saved.next_step} steps is in {saved.folder}: " if saved is not None else ""
+    return f"{why}; {where}{first}, then go on with `meshcee train JOB.py --resume {run_id}`"
 
 
 async def found_or_not(planning: Awaitable[Planned]) -> moves.Found | moves.NoPlan:
