@@ -482,7 +482,6 @@ class Course:
             case PeerLostError():
                 return self._lose(error, losses)
             case PlanError() if self._counts.begun:  # a member could not, or somebody else was quicker
-                self.missing.free = ()
                 return self._lose(PeerLostError(str(error)), losses)
             case PlanError():
                 self.state, self._setback.why = State.TURN, error
@@ -545,7 +544,8 @@ class Course:
         aside = failed | (losses.apart & event.here if not missed else frozenset())
         self.missing.answering = (self.missing.answering | (aside & event.here)) - (missed - failed) - silent
         self.missing.gone.update(dict.fromkeys(missed | aside | silent, event.at))
-        self.missing.free = left = tuple(sorted(members - missed - aside))
+        left = tuple(sorted(members - missed - aside))
+        self.missing.free = () if losses.taken else left  # who took one may have taken others: their records say so
         ways = tuple(pair for pair in sorted(parted) if pair[0] < pair[1])
         told = TellLost(self._setback.lost, tuple(sorted(missed | silent)), tuple(sorted(failed)), left, ways)
         return [Mark("called"), CutOff(parted), Shun(failed), told, *self._find_states()]
