@@ -544,7 +544,7 @@ class Course:
         self.missing.answering = (self.missing.answering | (aside & event.here)) - (missed - failed) - silent
         self.missing.gone.update(dict.fromkeys(missed | aside | silent, event.at))
         left = tuple(sorted(members - missed - aside))
-        self.missing.free = () if losses.taken else left  # who took one may have taken others: their records say so
+        self.missing.free = () if losses.busy else left  # who took one may have taken others: their records say so
         ways = tuple(pair for pair in sorted(parted) if pair[0] < pair[1])
         told = TellLost(self._setback.lost, tuple(sorted(missed | silent)), tuple(sorted(failed)), left, ways)
         return [Mark("called"), CutOff(parted), Shun(failed), told, *self._find_states()]

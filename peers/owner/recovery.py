@@ -111,7 +111,7 @@ def losses(failures: Failures, wrong_from: int | None = None) -> moves.Losses:
         frozenset(failures.apart),
         wrong_from,
         frozenset(failures.silent),
-        failures.taken,
+        failures.busy,
     )
 
 

@@ -84,7 +84,7 @@ def event_of(line: str) -> moves.Event:
             stuck, blamed = peers_of(given.get("stuck", "")), given.get("blamed")
             wrong_from = int(given["wrong_from"]) if "wrong_from" in given else None
             losses = moves.Losses(
-                1.0, stuck, tuple(faults), parted, blamed, wrong_from=wrong_from, taken="taken" in given
+                1.0, stuck, tuple(faults), parted, blamed, wrong_from=wrong_from, busy="busy" in given
             )
             return moves.Failed(error, losses)
         case moves.Found | moves.Better:

@@ -103,7 +103,7 @@ def test_that_a_member_runs_another_job_is_known_from_a_refusal_of_another_cause
 
     async def ends(failures: Failures) -> None:
         await enough(failures)
-        taken.append((failures.taken, set(failures.stuck)))
+        taken.append((failures.busy, set(failures.stuck)))
 
     async def has_no_room(owner: str, offer: Offer) -> None:
         raise PlanError("no room")
