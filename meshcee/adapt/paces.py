@@ -9,6 +9,7 @@ good.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median_low
@@ -48,7 +49,9 @@ class Paces:
             stage_s = kind.stage(node.first, node.end, kind.largest).total_s
             profiled_s = node.num_micro * (node.f_s + node.b_s + node.w_s)
             if node.peer in compute_s and profiled_s > 0 and stage_s >= TELLING * block_s:
-                self._off[node.peer] = compute_s[node.peer] / profiled_s / slow.get(node.peer, 1.0)
+                off = compute_s[node.peer] / profiled_s / slow.get(node.peer, 1.0)
+                if 0 < off < math.inf:  # members may say what they like
+                    self._off[node.peer] = off
 
     def forget(self, peer: str) -> None:
         """It was profiled anew, so it has another profile to be off from."""

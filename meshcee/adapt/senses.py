@@ -180,7 +180,7 @@ class Senses:
             return []
         shifts: list[Shift] = []
         for peer, seconds in observed.compute_s.items():
-            if (change := _shift(self._compute_s[peer], seconds, self._usual_s, peer)) is not None:
+            if seconds > 0 and (change := _shift(self._compute_s[peer], seconds, self._usual_s, peer)) is not None:
                 before = self.slow.get(peer, 1.0)
                 after = max(1.0, before * change)  # what it gains beyond its profile, the first steps had lost
                 if after != before:

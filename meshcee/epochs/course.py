@@ -26,10 +26,10 @@ carries out its commands and tells what came of them. The machine knows peers by
     meeting       Met       offer the next epoch                                                     offered
     meeting       Failed    a member has gone since: call the roll; the ninth in vain is the end     calling, over
     epoch         Stepped   compare a step that was told of, count it, consider another plan         running, collecting
-    epoch         Stepped   plan without members that want to leave                                  parting
+    epoch         Stepped   plan without members that want to leave, where a further step comes      parting
     handing over  Stepped   compare, count, tell                                                     handing over
     epoch         Better    tell of the step; go over where another plan is faster                 handing over, running, collecting
-    parting       Around    welcome who is back, ask for a plan, or stay where nothing is new        parting, running, collecting
+    parting       Around    welcome who is back, ask for a plan, or stay: nothing is new, or a stop  parting, running, collecting
     parting       Called    who answers is back: ask for a plan, or stay where nothing is new        parting, running, collecting
     parting       Found     wait for its members' records                                            parting
     parting       Seen      tell of the step; go over, or stay where the user stops                  handing over, collecting
@@ -341,10 +341,9 @@ class Course:
         assert proposal is not None
         if self.state is State.PARTING:
             assert self._step is not None
-            return [
-                TellLeaving(tuple(sorted(self._step.leaving))),
-                *(self._stay() if self.stopping else self._go_over(proposal)),
-            ]
+            if self.stopping:
+                return self._stay()
+            return [TellLeaving(tuple(sorted(self._step.leaving))), *self._go_over(proposal)]
         return [Mark("planned"), *self._meet(proposal)]
 
     def _no_plan(self, error: MeshceeError) -> list[Command]:
@@ -384,7 +383,7 @@ class Course:
         self._step = event
         if self.following is not None:
             return commands + self._tell()
-        if event.leaving and self._keeps:
+        if event.leaving and self._keeps and not self.stopping and event.step + 1 < self._steps:
             self.state = State.PARTING
             return [*commands, self._look()]
         self._stay_or_collect()
@@ -422,8 +421,8 @@ class Course:
 
     def _ended(self, event: Ended) -> list[Command]:
         following, self._step = self.following, None
-        over = self.stopping and event.saved
-        if following is None or over or self.done == self._steps:
+        over = event.saved and (self.stopping or self.done == self._steps)
+        if following is None or over:
             self.state = State.OVER
             return [Finish()]
         late = [p for p in following.members if p in event.leaving or p not in event.here]
@@ -443,14 +442,14 @@ class Course:
         return [CallRoll(back)] if back else self._ask()
 
     def _ask(self) -> list[Command]:
-        """All who are back are known: for a plan, unless the members run and nothing is new."""
+        """All who are back are known: for a plan, unless the members run, and nothing is new or the user stops."""
         if self.state is State.PARTING:
             around = self._setback.around
             assert self._step is not None
             assert around is not None
             leaving = self._step.leaving
             seen = leaving, around.devices - leaving - self.missing.gone.keys()
-            if seen == self.missing.parted:
+            if self.stopping or seen == self.missing.parted:
                 return self._stay()
             self.missing.parted = seen
             self._leave_out(leaving, around.at)
@@ -482,7 +481,6 @@ class Course:
             case PeerLostError():
                 return self._lose(error, losses)
             case PlanError() if self._counts.begun:  # a member could not, or somebody else was quicker
-                self.missing.free = ()
                 return self._lose(PeerLostError(str(error)), losses)
             case PlanError():
                 self.state, self._setback.why = State.TURN, error
@@ -545,7 +543,8 @@ class Course:
         aside = failed | (losses.apart & event.here if not missed else frozenset())
         self.missing.answering = (self.missing.answering | (aside & event.here)) - (missed - failed) - silent
         self.missing.gone.update(dict.fromkeys(missed | aside | silent, event.at))
-        self.missing.free = left = tuple(sorted(members - missed - aside))
+        left = tuple(sorted(members - missed - aside))
+        self.missing.free = () if losses.busy else left  # who took one may have taken others: their records say so
         ways = tuple(pair for pair in sorted(parted) if pair[0] < pair[1])
         told = TellLost(self._setback.lost, tuple(sorted(missed | silent)), tuple(sorted(failed)), left, ways)
         return [Mark("called"), CutOff(parted), Shun(failed), told, *self._find_states()]
@@ -593,8 +592,6 @@ class Course:
         return [Fail(error)]
 
     def _give_up(self, error: MeshceeError) -> list[Command]:
-        if self.plan is None:
-            return self._fail(error)
         self.state = State.OVER
         return [GiveUp(self._setback.lost, error)]
 

@@ -43,6 +43,7 @@ class Losses:
     apart: frozenset[str] = frozenset()  # members that did not get copies, and members that hold these
     wrong_from: int | None = None  # the first step of one that has lied: what was told since is not to be believed
     silent: frozenset[str] = frozenset()  # nothing has come from them for too long
+    busy: bool = False  # a member has refused the plan, as it runs another job
 
 
 # -- what happens to the machine. `at` is the time by the clock of records

@@ -23,6 +23,7 @@ KINDS = ("f", "b", "w")
 MAX_SIZES = 8
 MAX_DISTINCT = 4096
 LONGEST_S = 3600.0
+SHORTEST_S = 1e-12
 
 Triple = tuple[Finite, Finite, Finite]  # p10, p50, p90
 _Whole = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -81,15 +82,16 @@ class BlockTimes:
         return shares[len(shares) // 2] if shares else 0.0
 
     def scaled(self, factor: float) -> BlockTimes:
-        """The same device, if everything took so many times as long."""
+        """The same device, if everything took so many times as long: SHORTEST_S to LONGEST_S, or no time as before."""
 
-        def longer(triple: Triple) -> Triple:
-            return (factor * triple[0], factor * triple[1], factor * triple[2])
+        def longer(s: float) -> float:
+            return min(max(factor * s, SHORTEST_S), LONGEST_S) if s > 0 else s
 
-        seconds = tuple(tuple(tuple(map(longer, row)) for row in rows) for rows in self.seconds)
-        return replace(
-            self, seconds=seconds, apply_s=tuple(factor * s for s in self.apply_s), call_s=longer(self.call_s)
-        )
+        def all_longer(triple: Triple) -> Triple:
+            return longer(triple[0]), longer(triple[1]), longer(triple[2])
+
+        seconds = tuple(tuple(tuple(map(all_longer, row)) for row in rows) for rows in self.seconds)
+        return replace(self, seconds=seconds, apply_s=tuple(map(longer, self.apply_s)), call_s=all_longer(self.call_s))
 
     @classmethod
     def from_json(cls, data: Any) -> BlockTimes:

@@ -397,7 +397,8 @@ class Member:
         try:
             await self._make_room(stream, frame)
         except MeshceeError as error:
-            await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
+            busy = self._job is not None
+            await stream.send(Frame(messages.REFUSED, messages.error_header(error, busy=busy)))
             await stream.aclose()
             return
         self._job, self._run_name = stream, messages.run_of(frame.header)

@@ -359,6 +359,7 @@ class Owner:
             else:
                 if isinstance(refused, PlanError):  # it has no room, or is taken
                     self.failures.stuck.add(peer_id)
+                    self.failures.busy |= reply.header.get("busy") is True
                 self.failures.add(0, refused)
             raise _EpochFailed
         outputs = offer.evaluation_specs[offer.index].outputs if offer.evaluate else ()

@@ -35,7 +35,7 @@ from peers.owner.diary import Diary, Numbers, next_incarnation, same_threads
 from peers.owner.epoch import Owner, Report, in_doubt
 from peers.owner.feed import Feed, Stalls, Steering
 from peers.owner.offering import check_members
-from peers.owner.recovery import Recovery, Stopwatch, found_or_not, losses, proposed
+from peers.owner.recovery import Recovery, Stopwatch, found_or_not, how_to_go_on, losses, proposed
 from peers.owner.result import Result, Telling, Wanted, once, weights_of
 from peers.owner.turn import Turn
 from peers.planning import Planned, PlanRequest, ask_plan, given_plan, profile, question
@@ -342,7 +342,7 @@ class Training:
             case moves.Profile():
                 assert self._captured is not None
                 ask = self._job, self._captured, self._wanted.stages, self._lent, self._numbers.bound_to
-                self._request = await question(agent, *ask)
+                self._request = await question(agent, *ask, taken_over=bool(self._wanted.after))
                 return moves.Profiled()
             case moves.AskPlan():
                 return await found_or_not(self._plan())
@@ -391,6 +391,7 @@ class Training:
                 recovery.tell_leaving(command)
             case moves.GoOnFrom(step, with_peers, copies):
                 self.base = copies if with_peers else self._durable
+                self.result.state, self.result.averages = {}, {}  # an epoch that has ended in peace leaves its own
                 on_disk = self._durable.next_step if self._durable is not None else 0
                 log.info(Event.STATE_FOUND, next_step=step, done=going.done, with_peers=with_peers, on_disk=on_disk)
             case moves.Stop(hand_over):
@@ -404,7 +405,7 @@ class Training:
             case moves.Fail(error):
                 raise error
             case moves.GiveUp(lost, error):
-                raise PeerLostError(f"{lost or error}; {self._how_to_go_on(error)}") from error
+                raise PeerLostError(f"{lost or 'the run cannot go on'}; {self._how_to_go_on(error)}") from error
             case _:
                 assert self._telling.newest is not None
                 return await self._after_step(command, self._telling.newest)
@@ -549,14 +550,8 @@ class Training:
         return replace(self._request, job=self._costs(going.plan.what.plan.micro_batch), wanted=())
 
     def _how_to_go_on(self, error: MeshceeError, first: str = "start more peers") -> str:
-        waited_s = self._agent.timeouts.regroup_s
-        why = "it happened again and again" if isinstance(error, PeerLostError) else f"after {waited_s:.0f} s: {error}"
-        if self._diary is None or self._durable is None:
-            return f"{why}; {first} and run the command again"
-        return (
-            f"{why}; the state after {self._durable.next_step} steps is in {self._durable.folder}: {first}, then go on "
-            f"with `meshcee train JOB.py --resume {self._diary.run.id}`"
-        )
+        run_id = self._diary.run.id if self._diary is not None else None
+        return how_to_go_on(error, first, self._agent.timeouts.regroup_s, run_id, self._durable)
 
     async def _epoch(self, going: course.Course, planned: Planned, number: int) -> None:
         """Offer this plan, feed it to the end; its members may be gone by now."""

@@ -16,14 +16,15 @@ from dataclasses import replace
 import structlog
 
 from meshcee.epochs import moves
-from meshcee.errors import JoinError, MeshceeError, PlanError
+from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError
 from meshcee.events import Event
 from peers.mesh_view import MeshView, named
 from peers.planning import Planned, PlanRequest, plan_here, request_plan
+from peers.state import Checkpoint
 from peers.transport import StreamClosed
 from peers.wire import Failures
 
-__all__ = ["Recovery", "Stopwatch", "found_or_not", "losses", "proposed"]
+__all__ = ["Recovery", "Stopwatch", "found_or_not", "how_to_go_on", "losses", "proposed"]
 
 log = structlog.get_logger()
 
@@ -110,11 +111,21 @@ def losses(failures: Failures, wrong_from: int | None = None) -> moves.Losses:
         frozenset(failures.apart),
         wrong_from,
         frozenset(failures.silent),
+        failures.busy,
     )
 
 
 def proposed(planned: Planned) -> moves.Proposal:
     return moves.Proposal(tuple(planned.plan.peers), planned.term, planned)
+
+
+def how_to_go_on(error: MeshceeError, first: str, waited_s: float, run_id: str | None, saved: Checkpoint | None) -> str:
+    """Why a run ends, and what to do: this first, then go on. `run_id` names its folder, `saved` is the newest on the disk."""
+    why = "it happened again and again" if isinstance(error, PeerLostError) else f"after {waited_s:.0f} s: {error}"
+    if run_id is None:
+        return f"{why}; {first} and run the command again"
+    where = f"the state after {saved.next_step} steps is in {saved.folder}: " if saved is not None else ""
+    return f"{why}; {where}{first}, then go on with `meshcee train JOB.py --resume {run_id}`"
 
 
 async def found_or_not(planning: Awaitable[Planned]) -> moves.Found | moves.NoPlan:

@@ -14,7 +14,7 @@ from functools import partial
 import structlog
 
 from meshcee.capture import Capture
-from meshcee.errors import JoinError, MeshceeError
+from meshcee.errors import ClockError, JoinError, MeshceeError
 from meshcee.figures import AT_HAND, JobCosts, LinkProfile, threads_of
 from meshcee.figures.kernels import KernelClass
 from meshcee.job import At, Job
@@ -53,12 +53,19 @@ async def question(
     stages: int | None,
     lent: tuple[str, ...] = (),
     begun: Iterable[KernelClass] = (),
+    *,
+    taken_over: bool = False,
 ) -> PlanRequest:
     """What the coordinator must know: the job's costs, and how long its blocks take each idle device.
 
-    `begun` are the kernel classes of the devices that have computed the run so far.
+    `begun` are the kernel classes of the devices that have computed the run so far. JoinError where nobody coordinates, unless the
+    run was taken over: its owner waits for peers behind this.
     """
-    await agent.see_the_mesh(lent)
+    try:
+        await agent.see_the_mesh(lent)
+    except JoinError as error:
+        if isinstance(error, ClockError) or not taken_over:
+            raise
     costs = await asyncio.to_thread(costs_of, job, captured, agent.measures)
     costs = replace(costs.begun_on(begun), threads=costs.threads or threads_of(agent.lent()))
     if not agent.measures:

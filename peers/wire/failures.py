@@ -42,6 +42,7 @@ class Failures:
         self.faults: list[Fault] = []  # errors that members have met by themselves
         self.liars: set[str] = set()  # members that an audit has found
         self.doubted: set[str] = set()  # members that do not show it what it asks for
+        self.busy = False  # whether a member runs another job
         self.apart: set[str] = set()  # members that have not found copies, and members that hold them
         self._lost: dict[str, str] = {}  # member -> the first peer that it has lost
         self._found: list[tuple[int, MeshceeError]] = []

@@ -83,7 +83,10 @@ def event_of(line: str) -> moves.Event:
             parted = pairs_of(given["parted"]) if "parted" in given else frozenset()
             stuck, blamed = peers_of(given.get("stuck", "")), given.get("blamed")
             wrong_from = int(given["wrong_from"]) if "wrong_from" in given else None
-            return moves.Failed(error, moves.Losses(1.0, stuck, tuple(faults), parted, blamed, wrong_from=wrong_from))
+            losses = moves.Losses(
+                1.0, stuck, tuple(faults), parted, blamed, wrong_from=wrong_from, busy="busy" in given
+            )
+            return moves.Failed(error, losses)
         case moves.Found | moves.Better:
             return kind(plan_of(given["proposal"]) if given["proposal"] != "none" else None)  # type: ignore[arg-type]
     for key, text in given.items():

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from meshcee.errors import ProtocolError, StaleTermError
+from meshcee.errors import PlanError, ProtocolError, StaleTermError
 from peers.owner.epoch import Owner
 from peers.owner.offering import Offering
 from peers.transport.base import Frame
@@ -94,6 +94,42 @@ def test_a_member_that_knows_a_newer_term_refuses_its_offer_and_no_step_begins(t
 
 def test_a_member_that_is_ready_twice_is_named(tmp_path: Path) -> None:
     refused(tmp_path, r"^peer p\d \(stage \d\): it sent a frame of kind 'ready'", {}, times=2)
+
+
+def test_that_a_member_runs_another_job_is_known_from_a_refusal_of_another_cause(tmp_path: Path) -> None:
+    """Whoever took one member may have taken others, so the next plan goes by their records."""
+    taken = list[tuple[bool, set[str]]]()
+    enough = Failures.enough
+
+    async def ends(failures: Failures) -> None:
+        await enough(failures)
+        taken.append((failures.busy, set(failures.stuck)))
+
+    async def has_no_room(owner: str, offer: Offer) -> None:
+        raise PlanError("no room")
+
+    async def works(*args: Any) -> None:
+        await asyncio.Event().wait()
+
+    async def story() -> None:
+        async with world(job_of(), plan_of(*ALONE), tmp_path) as here, here.network.transport("owner") as owner:
+            with (
+                mock.patch.object(here.members["p1"], "accept", has_no_room),
+                pytest.raises(PlanError, match="no room"),
+            ):
+                await here.epoch(owner)
+            await here.idle()
+            async with here.network.transport("other") as other:
+                stream = await other.open("p1", "job")
+                with mock.patch.object(here.members["p1"], "prepare", works):
+                    await stream.send(Frame(messages.OFFER, {"epoch": [1, 1], "run": "other"}))
+                    await asyncio.sleep(1)
+                with pytest.raises(PlanError, match="already runs a job"):
+                    await here.epoch(owner)
+
+    with mock.patch.object(Failures, "enough", ends):
+        run(story())
+    assert taken == [(False, {"p1"}), (True, {"p1"})]
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -265,6 +266,20 @@ def test_a_device_that_has_not_worked_is_taken_to_be_off_as_most_are() -> None:
     assert off == pytest.approx({"near-0": 2.2, "near-1": 1.1, "far": 1.1}), (
         "that one has become slow is its own affair"
     )
+
+
+@pytest.mark.parametrize("seconds", [0.0, 5e-324, 1e-300, 1e12, 1e308])
+def test_whatever_seconds_a_member_reports_plans_can_still_be_priced(seconds: float) -> None:
+    plan, paces = fresh(POOR), Paces()
+    here = Measured(mesh(1.0).devices, mesh(1.0).links, profiles(dict.fromkeys(SPEEDS, 1.0)), {})
+    job = replace(costs(), alike=(0,) * plan.num_blocks)
+    senses = Senses({})
+    for reported in [1.0] * 6 + [seconds] * 5 + [1.0] * 5:
+        senses.hear(Observed({plan.peers[0]: reported}, {}, {}))
+        paces.hear(plan, *situation(here, job), dict.fromkeys(plan.peers, reported), senses.slow)
+        found = situation(paces.applied(here, senses.slow), job)
+        assert 0 < period_s(plan, *found) < math.inf
+    assert senses.compute_s == {plan.peers[0]: 1.0}, "what comes behind that is heard again"
 
 
 def test_a_stage_that_computes_next_to_nothing_says_nothing_of_its_device() -> None:

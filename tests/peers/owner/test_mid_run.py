@@ -12,9 +12,10 @@ from meshcee.eager import plain
 from meshcee.errors import UsageError
 from meshcee.files.home import Home
 from peers.node.assemble import JoinOptions, join
+from peers.node.departure import Departure
 from peers.state.checkpoint import CheckpointStore
 from tests.peers.member.test_training import make_job
-from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of
+from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of, stage_of
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
 
@@ -28,8 +29,30 @@ async def test_a_break_keeps_the_weights_that_were_asked_for(tmp_path: Path) -> 
             if report.step == 4:
                 found = await mesh.state()
                 break
+    assert_of_the_newest(home, found, 5)
+
+
+async def test_after_a_peer_was_drained_they_are_not_those_of_the_drain(tmp_path: Path) -> None:
+    home, ended = Home(tmp_path), -1
+    async with a_mesh(home, 3) as (here, mesh), asyncio.TaskGroup() as group:
+        async for report in mesh.train(job_of(checkpoint_every=1000), captured=captured_job(), stages=3):
+            if report.step == 3:
+                departure = Departure(here.agents[stage_of(here, mesh, 1)])
+                departure.ask()
+                group.create_task(departure.run())
+            assert mesh.result.plan is not None
+            if ended < 0 and len(mesh.result.plan.peers) == 2:
+                ended = report.step
+            if 0 <= ended <= report.step - 5:
+                found = await mesh.state()
+                break
+    assert_of_the_newest(home, found, ended + 6)
+
+
+def assert_of_the_newest(home: Home, found: dict[str, torch.Tensor], least: int) -> None:
+    """The weights are the plain loop's after the newest checkpoint, which is of `least` steps or more."""
     steps = CheckpointStore(home.run("last").checkpoints).complete()[0].next_step
-    assert steps >= 5
+    assert steps >= least
     expected = plain(job_of(), steps, 6).state_dict
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -20,7 +20,7 @@ from dht.directory import Directory
 from dht.records import Record, RunRecord
 from dht.signing import Identity
 from meshcee import plain
-from meshcee.errors import MeshceeError, ProtocolError, UsageError
+from meshcee.errors import MeshceeError, PeerLostError, ProtocolError, UsageError, unwrap
 from meshcee.files.home import Home
 from peers.device.compute import Pace
 from peers.node.mesh import Mesh
@@ -130,6 +130,13 @@ async def killed_with_all_copies(storm: Any) -> bool:
             storm.here.crash(name)
     for k in range(3):
         await storm.start(f"new{k}")
+    return True
+
+
+async def killed_with_all_members(storm: Any) -> bool:
+    for name in ("chief", *storm.lending):
+        if name != "heir" and name in storm.here.agents:
+            storm.here.crash(name)
     return True
 
 
@@ -250,6 +257,16 @@ def test_without_any_copy_a_standby_begins_again_and_tells_of_no_step_twice(tmp_
     assert_exact(result)
     assert story.heir == list(range(story.heir[0], STEPS))
     assert story.heir[0] > 0  # what the owner has told of is known
+
+
+def test_a_standby_that_finds_too_few_peers_says_how_to_go_on(tmp_path: Path) -> None:
+    story = Story(tmp_path, killed_with_all_members)
+    with quiet(), quick_planning(), pytest.raises(BaseExceptionGroup) as caught:
+        run(story.play())
+    (kept,) = story.homes["heir"].runs()
+    error = unwrap(caught.value)
+    assert isinstance(error, PeerLostError)
+    assert f"start more peers, then go on with `meshcee train JOB.py --resume {kept.id}`" in str(error)
 
 
 def test_a_standby_that_alone_cannot_reach_the_owner_leaves_the_run_to_it(tmp_path: Path) -> None:
