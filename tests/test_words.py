@@ -19,9 +19,6 @@ PRODUCT = ("meshcee", "dht", "peers")
 MOST_WORDS = 30
 ROW = re.compile(r"[-*] |\d+[.)] |\S+( \S+)? {2,}\S")  # of a list, or of a table of names
 
-# TEMPORARY: long runs measure these rooms as they are, so nothing in them is touched. A file leaves when it is mended.
-FROZEN: tuple[str, ...] = ()
-
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
     for folder in PRODUCT:
@@ -50,7 +47,6 @@ def test_no_docstring_has_a_long_sentence() -> None:
     long = [
         f"{name}:{getattr(node, 'lineno', 1)}: {sentence}"
         for name, tree in sources()
-        if not name.startswith(FROZEN)
         for node in ast.walk(tree)
         if isinstance(node, documented)
         for sentence in long_ones(ast.get_docstring(node) or "")
@@ -104,7 +100,7 @@ def test_no_public_name_is_a_retired_word() -> None:
     for path, tree in sources():
         names = [(1, Path(path).stem), *public_names(tree)]
         found += [f"{path}:{line}: {n}" for line, n in names if n[0] != "_" and retired_in(n, alone, within)]
-    assert [one for one in found if not one.startswith(FROZEN)] == []
+    assert found == []
 
 
 def test_a_retired_word_is_found() -> None:
@@ -130,7 +126,7 @@ def unknown_calls(tree: ast.Module) -> list[str]:
 
 def test_a_function_that_a_docstring_names_is_there() -> None:
     unknown = {name: found for name, tree in sources() if (found := unknown_calls(tree))}
-    assert {name: found for name, found in unknown.items() if not name.startswith(FROZEN)} == {}
+    assert unknown == {}
     assert unknown_calls(
         ast.parse('"""`scaled(rtt_s)` derives longer ones, `dial(x)` dials."""\ndef dial(x): ...')
     ) == ["scaled"]

@@ -1,8 +1,8 @@
 """Any nn.Module as a program: exported, cut into blocks, priced, encoded, sliced into stages.
 
-meshcee.capture(job) -> Capture(train: Program, evaluate: Program | None, costs, state)
-Program.slice(first, end) -> StageSpec -> build() -> a function of (raw inputs, received, parameters, buffers)
-encode_program / decode_program: the same as bytes that an untrusting peer can read
+meshcee.capture(job)            -> Capture(train: Program, evaluate: Program | None, costs, state)
+Program.slice(first, end)       -> StageSpec -> build() -> a function of (raw inputs, received, parameters, buffers)
+encode_program, decode_program  the same as bytes that an untrusting peer can read
 """
 
 import sys

@@ -1,7 +1,7 @@
 """capture(job): the model of a job as programs, block costs and state.
 
-The idea: the training graph decides what a block is; the evaluation graph of the same model is laid over the same
-blocks by the parameters that its nodes use, so that one placement of the parameters serves both.
+The idea: the training graph decides what a block is. The evaluation graph of the same model is laid over the same
+blocks, by the parameters that its nodes use. So one placement of the parameters serves both graphs.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Capture:
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in self.layout.values())
 
     @property
-    def kept(self) -> Layout:
+    def plain_layout(self) -> Layout:
         """As `layout`, with the types of the plain loop: in bf16 its buffers are rounded, and parameters have masters in full."""
         return {name: (self.rounded.get(name, dtype), shape) for name, (dtype, shape) in self.layout.items()}
 

@@ -18,9 +18,10 @@ __all__ = ["Codec", "Plain", "is_coded"]
 class Codec(Protocol):
     """Tensors of floats to bytes and back. Pure: the same tensor and seed give the same bytes.
 
-    `worst` bounds the relative error of any tensor (norm of the difference over norm of the tensor, rounded to
-    nearest) whose blocks lie within 1e-30 and 1e30; `budget` is what the guard allows: well above what ordinary
-    activations and gradients come out with, below what harms training (docs/benchmarks.md has both, measured).
+    `worst` bounds the relative error (norm of the difference over norm of the tensor) when numbers are rounded to nearest.
+    This bound holds for any tensor whose blocks lie within 1e-30 and 1e30. `budget` is the error that the guard allows. The
+    budget lies well above the errors of ordinary activations and gradients, and below the errors that harm training
+    (docs/benchmarks.md has both, measured).
     """
 
     name: str

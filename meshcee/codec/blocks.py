@@ -1,9 +1,9 @@
 """int8 and int4: blocks of 64 numbers, each with a scale of its own.
 
 The idea: a number is written as a small integer times its block's scale, so an outlier coarsens only the 63 numbers
-beside it. With 4 bits that would still be too much; there each block is rotated first (a Hadamard matrix with fixed random
-signs), which spreads an outlier evenly over the block, and rotated back at the other end (QuaRot, arXiv 2404.00456,
-uses the same rotation on weights and activations).
+beside it. With 4 bits that would still be too much, so int4 rotates each block first (a Hadamard matrix with fixed random
+signs). The rotation spreads an outlier evenly over the block. The other end rotates the block back. QuaRot (arXiv
+2404.00456) uses the same rotation on weights and activations.
 
 Layout of a payload: the scales of all blocks (bf16), then the integers of all blocks. The last block is filled with zeros.
 The work goes in pieces that stay in a core's cache, which also bounds the memory that encoding takes.

@@ -1,7 +1,7 @@
 """Does a job train as the plain loop does? Stages beside the user's module, before the first step and for `meshcee check`.
 
-`net` compares micro-batches of every size that the plan uses, `check` whole steps, `trial` the shares of a group; `Watch`,
-`Recorder` and `line_that` find the tensor and the user's line that differ.
+`net` compares micro-batches of every size that the plan uses. `check` compares whole steps. `trial` compares the shares of
+a group. `Watch`, `Recorder` and `line_that` find the tensor and the user's line that differ.
 """
 
 from meshcee.equality.checking import STAGES, Checked, check, refuse

@@ -1,10 +1,10 @@
 """A model that does not fit: the user's module beside the program, forward only, each weight made when it is used.
 
 The idea: the module's large tensors are stand-ins, which have types and shapes and no numbers. A mode around forward gives every
-torch function the tensor itself in place of its stand-in, made from a recipe or read from the state, and forgets it when others
-need the room. The program follows block by block, each before its weights are forgotten, so that they are made once. Autograd is
-on, since kernels look at it, and keeps nothing: no backward pass comes. What is held is about the largest block, and the
-activations of a micro-batch.
+torch function the tensor itself in place of its stand-in. The mode makes the tensor from a recipe, or reads the tensor from the
+state. The mode forgets the tensor when others need the room. The program follows block by block, each before its weights are
+forgotten, so that they are made once. Autograd is on, since kernels look at it, and keeps nothing: no backward pass comes. What
+is held is about the largest block, and the activations of a micro-batch.
 """
 
 from __future__ import annotations

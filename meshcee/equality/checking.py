@@ -1,8 +1,8 @@
 """Whether a job trains as the plain loop does: some of its steps, computed both ways in this process and compared bit for bit.
 
-The idea: the plain loop is `meshcee.plain`'s own; beside it run stages of every asked number, without a mesh. Where they part, what
-was added last is to blame: samples that are others when they are read again, then one stage (the capture), then several (the
-cut), then what is done to what crosses (the codec).
+The idea: the plain loop is `meshcee.plain`'s own; beside it run stages of every asked number, without a mesh. Where the two
+part, the last addition is to blame. First come the samples, which may be others when the samples are read again (the data). Then
+come one stage (the capture), several stages (the cut), and the coding of the tensors that cross between stages (the codec).
 """
 
 from __future__ import annotations

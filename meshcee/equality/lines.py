@@ -1,7 +1,8 @@
 """Which line of the user's did it, found by running it again under Python's own tracer.
 
-The idea: whatever changed (an attribute, a closure's counter, a generator's seed) can be looked at; so look after every line of
-the user's code, and the first after which it has changed is the one. Slow, and only ever run when something is wrong.
+The idea: a value that changed (an attribute, a closure's counter, a generator's seed) can be looked at. So look at the value
+after every line of the user's code. The first line after which the value has changed is the one. The search is slow, and only
+ever run when something is wrong.
 """
 
 from __future__ import annotations

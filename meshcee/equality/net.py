@@ -1,9 +1,9 @@
 """Before the first step: does the captured model, cut as the plan cuts it, do what the user's module does?
 
-The idea: whatever the capture does not know of (state in Python, a branch that the example did not take, a context that the graph
-does not hold) shows when both sides run. So the owner runs a real micro-batch twice through the user's own module and twice
-through the stages, the second time with every block as a stage of its own, which any later plan only makes coarser; and
-compares losses, gradients, buffers, generators, and what of Python has changed. Then all of the user's is put back.
+The idea: a thing that the capture does not know of shows when both sides run. Such things are state in Python, a branch that the
+example did not take, a context that the graph does not hold. So the owner runs a real micro-batch twice through the user's own
+module and twice through the stages. The second time every block is a stage of its own; any later plan only makes this cut
+coarser. The owner compares losses, gradients, buffers, generators, and changes in Python. Then all of the user's is put back.
 
 What it may take is what the capture took: of a large model it runs fewer samples, or the forward pass alone, and says so. A model
 that does not fit some times over runs forward only, block by block (`blocks`).
@@ -30,7 +30,7 @@ from meshcee.eager import halve, into_training, on_loan
 from meshcee.equality.blocks import Blocks, Weights, entries, stand_in, without_saving
 from meshcee.equality.lines import line_that
 from meshcee.equality.metrics import try_data, try_metrics
-from meshcee.equality.recorder import Recorder, Told, unlike, unlike_backwards, values_of
+from meshcee.equality.recorder import Call, Recorder, unlike, unlike_backwards, values_of
 from meshcee.equality.watch import Slot, Watch, digest
 from meshcee.errors import CaptureError, MeshceeError, UnequalError, UsageError
 from meshcee.files import large_apart, limits
@@ -167,17 +167,17 @@ class _Net:
         if whole:
             self.model = self._module()
             trained = {n for n, p in self.model.named_parameters() if p.requires_grad}
-            self.kept = self.captured.layout.keys() - trained
+            self.cloned = self.captured.layout.keys() - trained
         else:
-            self.kept = {entry.name for entry in self.captured.train.inputs if entry.mutated}
+            self.cloned = {entry.name for entry in self.captured.train.inputs if entry.mutated}
             if isinstance(self.job.model, nn.Module) and self.job.precision == "fp32":
                 self.model = self.job.model
             else:
                 self.model = self._lent
-                real = {name: self.captured.state[name] for name in self.kept}
+                real = {name: self.captured.state[name] for name in self.cloned}
                 stand_in(self.model, self.job.precision == "bf16", self.job.keep_fp32, real)
             self.weights = Weights(self.model, self.captured, self._largest_block())
-            spared = {id(t) for n, t in entries(self.model) if self.captured.aliases.get(n, n) not in self.kept}
+            spared = {id(t) for n, t in entries(self.model) if self.captured.aliases.get(n, n) not in self.cloned}
         self.watch = Watch(self.model, [self.job.loss], spared=spared)
 
     def _largest_block(self) -> int:
@@ -260,7 +260,7 @@ class _Net:
         finest = tuple((b, b + 1) for b in range(self.captured.train.num_blocks))
         seen: list[Mapping[str, Slot]] = [self.ready]
         for cuts in [self.cuts, [finest]] if backward else [self.cuts]:
-            state = {name: t.clone() if name in self.kept else t for name, t in self._state().items()}
+            state = {name: t.clone() if name in self.cloned else t for name, t in self._state().items()}
             theirs = self._eager()
             for cut in cuts:
                 difference = self._difference(theirs, self._captured(state, seen[-1], cut))
@@ -276,7 +276,7 @@ class _Net:
         """The forward pass alone, of a model that does not fit. False where its code wants its tensors as they are."""
         assert self.weights is not None
         self._draw(size, backward=False)
-        state = {name: t.clone() for name, t in self._state().items() if name in self.kept}
+        state = {name: t.clone() for name, t in self._state().items() if name in self.cloned}
         torch.manual_seed(seed_of(self.job.seed, 0, 0))
         ours = Blocks(self.captured.train, self.captured.inputs_of(self.batch), self.weights, state)
         failed: list[Exception] = []
@@ -324,7 +324,7 @@ class _Net:
         self._put_back()
         return True
 
-    def _blocks_differ(self, what: str, apart: Sequence[tuple[int, int]], call: Told | None) -> UnequalError:
+    def _blocks_differ(self, what: str, apart: Sequence[tuple[int, int]], call: Call | None) -> UnequalError:
         wanted = seed_of(self.job.seed, 0, 0)
         where = f"; the first operation that differs is {call.name}{call.where}" if call is not None else ""
         if line := line_that(lambda: torch.initial_seed() != wanted, self._forward):
@@ -354,7 +354,7 @@ class _Net:
         self.watch.restore()
         self._begin()
         for name, tensor in self._state().items():
-            if state is not None and name in self.kept:
+            if state is not None and name in self.cloned:
                 tensor.copy_(state[name])
 
     def _begin(self) -> None:
@@ -478,7 +478,7 @@ class _Net:
                 )
             return f"; it is written{line}: let forward change a buffer in place, under torch.no_grad()"
         recorder, loss = self._recorded()
-        told = recorder.told
+        told = recorder.calls
         values, numbers = self._graph_values(state)
         call = unlike(recorder, loss, numbers)
         if call is None:
@@ -491,7 +491,7 @@ class _Net:
             )
         found = f"; the first operation that differs is {call.name}{call.where}"
         self._put_back(state)
-        if [call.left for call in self._recorded()[0].told] != [call.left for call in told]:
+        if [call.left for call in self._recorded()[0].calls] != [call.left for call in told]:
             return f"{found}: there two passes over the same samples differ; draw with torch.rand, and read no clock"
         if not any(node.at == call.where for node in self.captured.train.nodes):
             return (
@@ -559,7 +559,7 @@ class _Net:
         """Whether a value of Python's differs after two passes from the same tensors."""
         found = []
         self._put_back()
-        tensors = {n: t.clone() for n, t in self._state().items() if self.weights is None or n in self.kept}
+        tensors = {n: t.clone() for n, t in self._state().items() if self.weights is None or n in self.cloned}
         for _ in range(2):
             self._forward()
             slot = self.watch.look().get(name)

@@ -1,8 +1,9 @@
 """Where an eager pass and a program part: the first operation whose result the program does not have.
 
-The idea: record what every torch function of an eager pass returned, and which line called it; run the program node by node;
-an operation that is the same on both sides leaves the same numbers on both, whatever it is called and however the exporter took
-it apart. Of the operations that the loss depends on, the first whose numbers are nowhere in the program is where they part.
+The idea: record what every torch function of an eager pass returned, and which line called the function. Then run the program
+node by node. An operation that is the same on both sides leaves the same numbers on both. The operation's name does not matter,
+nor how the exporter took the operation apart. Of the operations that the loss depends on, the first whose numbers are nowhere in
+the program is where they part.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from meshcee.capture.graph import Program, resolve
 from meshcee.equality.lines import at, users
 from meshcee.equality.watch import digest
 
-__all__ = ["Recorder", "Told", "memory_of", "tensors_in", "unlike", "unlike_backwards", "values_of"]
+__all__ = ["Call", "Recorder", "memory_of", "tensors_in", "unlike", "unlike_backwards", "values_of"]
 
 
 @dataclass(frozen=True)
-class Told:
+class Call:
     """One call: what it is named, the user's line, the numbers that it left, the memory that it read and wrote."""
 
     name: str
@@ -42,8 +43,8 @@ class Recorder(TorchFunctionMode):
     def __init__(self, *, forget: bool = False) -> None:
         super().__init__()
         self.forget = forget
-        self.told: list[Told] = []
-        self.kept: list[tuple[list[Any], list[Any]]] = []  # given and left: alive, so that no memory is used twice
+        self.calls: list[Call] = []
+        self.tensors: list[tuple[list[Any], list[Any]]] = []  # given and left: alive, so that no memory is used twice
         self._numbered: dict[int, int] = {}  # address -> what its memory is called now
         self._count = itertools.count(1)
         self.numbers: set[Any] = set()  # fingerprints of all that was given or left
@@ -64,8 +65,8 @@ class Recorder(TorchFunctionMode):
             fingerprints = tuple(digest(t) for t in left)
             if self.forget:
                 self.numbers.update(fingerprints, map(digest, given))
-            self.told.append(
-                Told(
+            self.calls.append(
+                Call(
                     full.removeprefix("torch.nn.functional.").removeprefix("torch.Tensor.").removeprefix("torch."),
                     _users_line(),
                     tuple(left[-1].shape),
@@ -88,7 +89,7 @@ class Recorder(TorchFunctionMode):
             before = set(map(memory_of, given))
             self._numbered |= {m: -next(self._count) for m in map(memory_of, left) if m not in before}
         else:
-            self.kept.append((given, left))
+            self.tensors.append((given, left))
         return reads, frozenset(map(self.memory, left))
 
 
@@ -141,39 +142,39 @@ def values_of(program: Program, inputs: Sequence[torch.Tensor]) -> tuple[list[An
     return values, found
 
 
-def unlike(recorder: Recorder, loss: torch.Tensor, known: set[Any]) -> Told | None:
+def unlike(recorder: Recorder, loss: torch.Tensor, known: set[Any]) -> Call | None:
     """The first call that the loss depends on and whose numbers the program does not have."""
     needed = {recorder.memory(loss)}
-    behind: list[Told] = []
-    for call in reversed(recorder.told):
+    behind: list[Call] = []
+    for call in reversed(recorder.calls):
         if call.writes & needed:
             needed |= call.reads
             behind.append(call)
     return next((call for call in reversed(behind) if any(d not in known for d in call.left)), None)
 
 
-def unlike_backwards(recorder: Recorder, loss: torch.Tensor, values: Sequence[Any], ours: torch.Tensor) -> Told | None:
+def unlike_backwards(recorder: Recorder, loss: torch.Tensor, values: Sequence[Any], ours: torch.Tensor) -> Call | None:
     """The call whose backward parts: of what it was given the gradient is nowhere in the program, of what it left it is.
 
     `loss` is that of the recorded pass, `ours` the program's among its `values`.
     """
     known = set(_gradients(ours, [t for value in values for t in tensors_in(value)]))
-    left = [t for _, out in recorder.kept for t in out]
+    left = [t for _, out in recorder.tensors for t in out]
     found = dict(zip(map(id, left), _gradients(loss, left)))
-    for _, out in reversed(recorder.kept):
+    for _, out in reversed(recorder.tensors):
         for tensor in out:
             seen = found.get(id(tensor))
             if seen is not None and seen not in known:
                 readers = [
                     call
-                    for call, (read, made) in zip(recorder.told, recorder.kept)
+                    for call, (read, made) in zip(recorder.calls, recorder.tensors)
                     if any(t is tensor for t in read) and not any(t is tensor for t in made)
                 ]
                 # One without a gradient of its own is where the program has one too many.
                 blind = [
                     c
                     for c in readers
-                    if all(found.get(id(t)) is None for t in recorder.kept[recorder.told.index(c)][1])
+                    if all(found.get(id(t)) is None for t in recorder.tensors[recorder.calls.index(c)][1])
                 ]
                 return next(iter(blind or reversed(readers)), None)
     return None

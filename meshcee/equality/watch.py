@@ -1,8 +1,9 @@
 """What of the user's a forward pass may change: taken once, compared later, and put back.
 
-The idea: one walk over everything that the user's code can reach and write: modules with their parameters, buffers and plain
-attributes, what functions close over, the globals that they name, and the process's generators. Each place has a name, a
-fingerprint, and a way to look again; each container that was met is remembered with its content, so all can be put back.
+The idea: one walk over everything that the user's code can reach and write. The walk visits modules with their parameters,
+buffers and plain attributes, the variables that functions close over, the globals that functions name, and the process's
+generators. Each place has a name, a fingerprint, and a way to look again; each container that was met is remembered with its
+content, so all can be put back.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Slot:
 
 
 class Watch:
-    """The state before a pass. `changed()` names what is different now, `restore()` puts everything back."""
+    """The state before a pass. `look()` gives everything as it is now, `restore()` puts everything back."""
 
     def __init__(self, model: nn.Module, functions: Sequence[Any], *, spared: Set[int] = frozenset()) -> None:
         """`spared` are ids of tensors too large to copy: whether they are written is seen, and not put back."""
@@ -89,7 +90,7 @@ class _Walk:
         self.slots: dict[str, Slot] = {}
         self.undo, self.spared = undo, spared
         self.seen: set[int] = set()
-        self.kept: list[Any] = []  # alive while ids are compared
+        self.alive: list[Any] = []  # alive while ids are compared
 
     def generators(self) -> None:
         process: tuple[tuple[str, Callable[[], Any], Callable[[Any], Any]], ...] = (
@@ -236,7 +237,7 @@ class _Walk:
     def _met(self, item: Any) -> bool:
         met = id(item) in self.seen
         self.seen.add(id(item))
-        self.kept.append(item)
+        self.alive.append(item)
         return met
 
     def _undo(self, how: Callable[[], Any]) -> None:

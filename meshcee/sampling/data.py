@@ -1,7 +1,7 @@
 """How a list of samples becomes the named raw inputs of a program.
 
-The idea: x and y are small trees of tuples, lists and dicts whose leaves become tensors, or are None; a leaf's name is its path
-("x", "x.0", "x.attention_mask", "y"), so that inputs are told apart on the wire by name and never by position. Rows that are dicts
+The idea: x and y are small trees of tuples, lists and dicts. Their leaves become tensors, or are None. A leaf's name is its path
+("x", "x.0", "x.attention_mask", "y"). So inputs are told apart on the wire by name and never by position. Rows that are dicts
 become a pair here, and `call_model` alone looks at what a model takes of them: so whoever reads samples needs no model.
 """
 

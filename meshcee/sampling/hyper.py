@@ -1,9 +1,9 @@
 """The options of each optimizer step, evaluated by the owner and sent with the step.
 
-The idea: torch's own scheduler drives torch's own optimizer over one dummy parameter a group; whatever it changes
-(learning rate, momentum, betas) is read off the groups, so any step-driven scheduler works and peers need none. A scheduler only
-goes forward, and a run goes back when it loses a peer: so copies of both are kept now and then. The user's functions are not
-copied: they may hold anything, and their rates must follow from the step alone.
+The idea: torch's own scheduler drives torch's own optimizer over one dummy parameter a group. Every option that the scheduler
+changes (learning rate, momentum, betas) is read off the groups. So any step-driven scheduler works, and peers need no scheduler.
+A scheduler only goes forward, and a run goes back when it loses a peer: so copies of both are kept now and then. The user's
+functions are not copied: they may hold anything, and their rates must follow from the step alone.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Slices between groups of different width: what each member sends to each, and how the parts become one again.
 
-The idea: rows that two neighbours have in common travel between them, once. What every member has whole (computed from
-parameters alone), sizes and the generator's state come from the first of the senders; gradients go back the way
-that the values came, so the sum over the group at the end of the step counts each exactly once. What does not fit is refused
-while its sender is known: a kernel's error would be the receiver's.
+The idea: rows that two neighbours have in common travel between them, once. Values that are computed from parameters alone are
+whole at every member. These values, sizes and the generator's state come from the first of the senders. Gradients go back the way
+that the values came. So the sum over the group at the end of the step counts each gradient exactly once. What does not fit is
+refused while its sender is known: a kernel's error would be the receiver's.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 def check_generators(captured: Capture, plan: Plan, kinds: Mapping[str, str]) -> None:
     """Raise PlanError where members that draw random numbers are unlike devices: a CPU's numbers are not a GPU's.
 
-    `kinds` maps a peer to the kind of its device. A stage that draws nothing may lie anywhere; but not the same blocks on
-    devices of two kinds, as each applies the same gradients by itself and must end with the same weights.
+    `kinds` maps a peer to the kind of its device. A stage that draws nothing may lie anywhere. But the same blocks
+    may not lie on devices of two kinds. Each device applies the same gradients by itself and must end with the same weights.
     """
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     for stage in stages:

@@ -1,7 +1,7 @@
 """Frozen weights that F unfolds are made again where a gradient asks for them, not kept from F to W.
 
-The idea: autograd saves through a hook. What it saves of a tensor that was made of frozen weights alone is a note of how it
-lay in memory; who asks for it gets a tensor that the same operators make again, so with the same bits.
+The idea: autograd saves through a hook. Of a tensor that was made of frozen weights alone, the hook saves a note of how the
+tensor lay in memory. When a gradient asks for the tensor, the same operators make the tensor again. So the bits are the same.
 """
 
 from __future__ import annotations

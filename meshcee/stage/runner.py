@@ -1,9 +1,9 @@
 """A stage at work: F, B and W of its blocks, bit for bit what the eager loop would compute.
 
 The idea: autograd sums the gradients of a value in one order, last use first. Every place where the pipeline cuts that
-sum is put together again in the same order: a received gradient enters as the root of a backward pass and is therefore
-the first summand; the partial gradient of a parameter that later stages use too enters in the same way at the parameter
-itself; and micro-batches accumulate into `.grad` in ascending order, which each call checks.
+sum is put together again in the same order. A received gradient enters as the root of a backward pass and is therefore
+the first summand. The partial gradient of a parameter that later stages use too enters in the same way at the parameter
+itself. Micro-batches accumulate into `.grad` in ascending order. Each call checks that order.
 
 Everything here is synchronous and runs in the compute thread of one device. A step is a transaction: gradients and the
 buffers that F writes are the step's own until `apply`, and `rollback` forgets them.
@@ -56,7 +56,7 @@ class _Micro:
 class StageRunner:
     """One stage of one job on one device.
 
-    `state` holds full-precision tensors by original name: what `state_names()` of both specs list. `stages` are the
+    `state` holds full-precision tensors by original name: what `state_names` of both specs lists. `stages` are the
     block ranges of all stages and `index` our own; they say which parameters live elsewhere too.
     `recompute` keeps only what F received, and runs F again before B. `split` (which may be changed between
     micro-batches) prepares F for a B without W; a fused `backward` is somewhat faster without it. `draws` replaces the
@@ -165,8 +165,8 @@ class StageRunner:
     ) -> tuple[list[Boundary], Rng, torch.Tensor | None]:
         """F: what goes to the next stage (dimensions in wire order), the generator's state after, the loss.
 
-        `rng` is the micro-batch's seed (an int) as long as no stage has drawn from it, then the state that the stage
-        before returned; a stage that draws nothing hands it on untouched.
+        `rng` is the micro-batch's seed (an int) as long as no stage has drawn from the seed. After that, `rng` is the
+        state that the stage before returned. A stage that draws nothing hands `rng` on untouched.
         """
         self._in_order("F", micro)
         own = self._fed(self.spec, raw)

@@ -1,8 +1,8 @@
 """Tensors as (meta, payloads): what crosses a stage boundary, without a copy where memory allows.
 
-The idea: a tensor on the wire is its raw bytes in the order in which they lie in memory, and a meta entry that says
-how to read them; strides are kept, because a kernel may round differently on a transposed tensor, on one with gaps or
-on an expanded one, and the mesh must compute what one process would (strides.py). Gaps and copies of an expanded
+The idea: a tensor on the wire is its raw bytes, in the order in which the bytes lie in memory, and a meta entry. The entry says
+how to read the bytes. Strides are kept, because a kernel may round differently on a transposed tensor, on one with gaps or
+on an expanded one. But the mesh must compute what one process would compute (strides.py). Gaps and copies of an expanded
 dimension do not travel. Numbers and None travel in the meta. A tensor may also travel in fewer bytes by a codec
 (`meshcee.codec`), which its entry names. Nothing is built before meta and sizes agree.
 

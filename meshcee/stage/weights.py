@@ -24,8 +24,8 @@ COUNTS = frozenset({"step", "mu_product", "mu", "eta"})  # keys of what torch ma
 class Weights:
     """`parameters` compute; `masters` are what the optimizer changes: the same, unless the graph computes with rounded ones.
 
-    Where it does, in bf16, activations and gradients are bf16, too; at the end of a step the gradients are widened, clipped and
-    applied to the fp32 masters, which are then rounded into the parameters.
+    Where the graph computes with rounded ones, in bf16, activations and gradients are bf16, too. At the end of a step the
+    gradients are widened, clipped and applied to the fp32 masters. The masters are then rounded into the parameters.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """What a stage's operators need for a moment beside what is counted: unfolded weights, gradients on their way, copies.
 
-The idea: the stage itself runs, a block at a time, on fake tensors, which have sizes and no memory. So whatever F, B and W of a
-block allocate is seen when it comes and when it goes, also what torch does inside an operator or in a backward pass.
+The idea: the stage itself runs, a block at a time, on fake tensors, which have sizes and no memory. So all memory that
+F, B and W of a block allocate is seen when the memory comes and when the memory goes. That includes the memory that torch
+allocates inside an operator or in a backward pass.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Saving:
         layouts = [(link.offer.changed_state, link.offer.expected_optimizer) for link in self._links]
         changed = {name for weights, _ in layouts for name in weights}
         self._state: Mapping[str, torch.Tensor] = captured.state
-        self._frozen = {name: known for name, known in captured.kept.items() if name not in changed}
+        self._frozen = {name: known for name, known in captured.plain_layout.items() if name not in changed}
         self._bytes = sum(nbytes_of(layout) for pair in layouts for layout in pair) + nbytes_of(self._frozen)
         self._step: int | None = None  # of the one that is under way
         self._described = asyncio.Queue[CopySet]()

@@ -1,7 +1,8 @@
 """Whether a mask is causal, as torch's encoder and decoder ask of its values.
 
-The idea: nobody knows the values of a mask while a model is traced, but of two kinds one knows the answer all the same: of what
-torch's own function has just made, and of a tensor that stands there before the first step and stays.
+The idea: nobody knows the values of a mask while a model is traced. But for two kinds of masks one knows the answer all the
+same. One kind is a mask that torch's own function has just made. The other kind is a tensor that stands there before the first
+step and stays unchanged.
 """
 
 from __future__ import annotations

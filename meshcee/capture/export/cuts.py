@@ -1,8 +1,8 @@
 """Where a program is cut into blocks.
 
 The idea: a good cut has few bytes alive, and a useful set of cuts has them spread over the work. So every position
-between two nodes is a candidate; they are taken in order of live bytes (module boundaries first among equals), each one
-suppressing its neighbours within a fraction of a layer's work. Layers are what the module tree calls by number.
+between two nodes is a candidate. Candidates are taken in order of live bytes (module boundaries first among equals). Each
+taken candidate suppresses its neighbours within a fraction of a layer's work. Layers are what the module tree calls by number.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def positions(
 ) -> list[float | None]:
     """Live bytes, for one sample, at each position p (before node p); None where a cut would change the meaning.
 
-    That is: where a value with several outputs is alive, between the uses of a buffer that the forward pass writes, and
-    between the making and the last in-place change of a tensor. Nor inside of a module that uses a packed weight piece by
-    piece, which both sides would hold whole.
+    That is: where a value with several outputs is alive, and between the uses of a buffer that the forward pass writes.
+    No cut may lie between the making and the last in-place change of a tensor. Nor inside of a module that uses a packed
+    weight piece by piece, which both sides would hold whole.
     """
     base, count = len(inputs), len(nodes)
     delta = [0.0] * (count + 2)

@@ -1,8 +1,8 @@
 """From an nn.Module to flat nodes, by torch.export.
 
 The idea: torch.export already gives aten calls in eager execution order. What is left to do here: give every value our
-own number, call parameters by their original names, inline the sub-graphs of `torch.no_grad()`, drop assertions, and
-turn what cannot be captured into one sentence that names the operation and the line.
+own number, call parameters by their original names, inline the sub-graphs of `torch.no_grad()`, and drop assertions.
+An operation that cannot be captured becomes one sentence, which names the operation and the line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What cannot be captured, in one sentence: the operation, the line of the user's file, what to do.
 
 The idea: torch.export fails in a dozen classes of its own, and is silent about what it leaves out: it records operators, not
-the rules by which gradients flow. A custom autograd.Function would train with the gradient of its forward pass, a hook on
-a gradient would never run, a number drawn by Python would be drawn once for all steps. The mesh would then train something
+the rules by which gradients flow. A custom autograd.Function would train with the gradient of its forward pass. A hook on
+a gradient would never run. A number drawn by Python would be drawn once for all steps. The mesh would then train something
 else than the plain loop, so these are refused too, while the model is traced.
 """
 
@@ -186,7 +186,7 @@ RANKS = (
     "keep all samples and weigh them: after l = l.sort(descending=True).values, the mask torch.arange(l.shape[0]) < "
     "l.shape[0] // 2 has the larger half"
 )
-PARTS = "take the parts as z[:n] and z[n:] with n = z.shape[0] // 2, or by torch.split(z, [n, n])"
+SPLIT = "take the parts as z[:n] and z[n:] with n = z.shape[0] // 2, or by torch.split(z, [n, n])"
 GRADIENT_SET = "requires_grad is set in forward{at}, which a graph does not hold, and no weight needs it; leave it out"
 ONE_LENGTH = "pad all samples to one length, in the data or in collate"
 
@@ -228,7 +228,7 @@ class Watched(logging.Handler):
         if said.startswith("create_symbol") and given[2].endswith(".size()[0]"):
             self._samples.add(given[0])
         if "[guard added]" in said and _PART.search(given[1]) and set(re.findall(r"\bs\d+", given[1])) <= self._samples:
-            advice = PARTS if _SPLITS.search(_here().text) else RANKS
+            advice = SPLIT if _SPLITS.search(_here().text) else RANKS
             self.fix("generated guard", "a size or a branch follows from a part of the number of samples", advice)
         if not self.at.text and said.startswith("set_replacement") and "singleton" in record.getMessage():
             self.at = _here()

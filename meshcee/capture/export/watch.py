@@ -1,9 +1,10 @@
 """Whether the graph is all that forward does: eager code beside it, twice and with every number of samples, on fake tensors.
 
-The idea: a storage is named by how its numbers come about, a digest of the operator that wrote it and of the names of all
-that this one read: shapes, strides, scalars, constants, gradients and backends included. Runs that end in equal names compute
-the same, and nothing has to be computed to know. State that forward keeps anywhere in Python, a clock, a context that export
-leaves out, a branch on the number of samples: each gives another name, and the first operator that has one tells the line.
+The idea: a storage is named by how its numbers come about. The name is a digest of the operator that wrote the storage, and of
+the names of all that this operator read. Shapes, strides, scalars, constants, gradients and backends are included. Runs that
+end in equal names compute the same, and nothing has to be computed to know. State that forward keeps anywhere in Python gives
+another name. So does a clock, a context that export leaves out, or a branch on the number of samples. The first operator that
+has another name tells the line.
 """
 
 from __future__ import annotations

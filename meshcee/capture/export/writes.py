@@ -130,7 +130,8 @@ def _cloned(
     """The nodes, with clones of the shared values, and the outputs, which are the clones.
 
     Training changes that memory while an output waits to be sent. And a stage that only returns a parameter holds the values that
-    it was given first: so its clone stands behind the last node that uses it, in a stage that trains it.
+    the stage was given first. So the parameter's clone stands behind the last node that uses the parameter, in a stage that
+    trains the parameter.
     """
     base = len(inputs)
     behind: dict[int, list[int]] = {}  # position of a node -> values whose clones go behind it; -1 is the start

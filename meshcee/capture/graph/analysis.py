@@ -1,7 +1,7 @@
 """What a program does, found without computing: a run on fake tensors, and which values share memory.
 
-The idea: one fake forward pass under the FLOP counter and with hooks on what autograd saves tells, per node, FLOPs,
-bytes that stay until the backward pass, and whether a gradient flows; everything else follows from the numbering.
+The idea: one fake forward pass runs under the FLOP counter, and with hooks on what autograd saves. The pass tells, per
+node, FLOPs, bytes that stay until the backward pass, and whether a gradient flows. All else follows from the numbering.
 """
 
 from __future__ import annotations
@@ -249,8 +249,8 @@ def find_recomputed(inputs: Sequence[Input], nodes: Sequence[Node], analysis: An
     """Values that any stage redoes for itself, instead of receiving them through all stages between.
 
     Always, what is computed from constants, small fixed buffers and sizes (causal masks, positions). And what elementwise
-    operators make of raw inputs, where those are no larger than the result (attention masks, shifted labels): the owner
-    then sends the raw input to the stages that need it.
+    operators make of raw inputs, where those are no larger than the result (attention masks, shifted labels). The owner
+    then sends the raw input to the stages that need the value.
     """
     base = len(inputs)
     # Value number -> raw inputs that it is computed from; values that cannot be redone are absent.

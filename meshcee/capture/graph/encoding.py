@@ -1,8 +1,8 @@
 """A program as bytes, and back without trust.
 
-The idea: msgpack of plain lists, nothing that could run. The decoder counts before it builds: bytes, values, sizes; it
-looks operators up on the allow-list, accepts only numbers, flags, known enumerations and references to earlier values
-as arguments, and gives every value its own name. Whatever is wrong raises GraphError and nothing else.
+The idea: msgpack of plain lists, nothing that could run. The decoder counts before it builds: bytes, values, sizes. The
+decoder looks operators up on the allow-list, and gives every value its own name. The decoder accepts only numbers,
+flags, known enumerations and references to earlier values as arguments. Whatever is wrong raises GraphError and nothing else.
 """
 
 from __future__ import annotations

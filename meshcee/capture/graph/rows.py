@@ -1,7 +1,7 @@
 """What the members of a group may share: which dimension of each value counts the samples of a micro-batch.
 
 The idea: one pass over a program's values. A value that holds one row (or a fixed number of rows) for each sample can
-be cut by samples; one that is computed from parameters alone is the same for every member; a size may grow with the
+be cut by samples. A value that is computed from parameters alone is the same for every member. A size may grow with the
 samples. Everything that is computed across samples is none of these, and says so: it may not cross between groups. What
 shapes cannot tell (a normalisation over the samples, rows in another order) is found by running parts and the whole.
 """

@@ -1,8 +1,8 @@
 """Which arguments an allowed operator may have: types by its schema, numbers and words by allowed.toml, and a few shapes.
 
 The idea: torch checks most arguments before it follows them, but not how often it would count, and not everywhere. So each
-argument is looked at before the operator is called even on meta tensors: a number is within bounds that belong to its name, a
-word is on a list, and the few kernels that trust shapes get theirs checked here.
+argument is looked at before the operator is called even on meta tensors. A number must be within bounds that belong to its
+name. A word must be on a list. A few kernels trust shapes: the shapes for these kernels are checked here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Which blocks of a program are the same work: measured once, they are known wherever they stand.
 
-The idea: a block is described by its operators, the types and shapes of what they read and make, and how they refer to
-one another, with numbers of its own. Blocks with one description cost the same on the same device.
+The idea: a block is described by its operators, and by the types and shapes of what the operators read and make. The
+description also tells how the operators refer to one another, with numbers of the block's own. Blocks with one description
+cost the same on the same device.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class NodeRefused(GraphError):
 
 
 def prepare() -> None:
-    """Import what kernels for the meta device and torch's optimizers import on first use, 80 MiB of modules in seconds: to be
-    called by whoever will read strangers' graphs, before the first comes."""
+    """Import what kernels for the meta device and torch's optimizers import on first use: 80 MiB of modules, in seconds.
+    A process that will read strangers' graphs calls this function before the first graph comes."""
     importlib.import_module("torch._dynamo")
     teach_shapes()
 

@@ -2,9 +2,9 @@
 
 The idea: virtual memory for tensors. The constructor runs as it would in a plain loop, every operator for real and in
 order, so generators advance as they should and code may look at values. But whatever is large is shown to it as a fake
-tensor; the real one lies in a small cache, and is dropped when the cache is full. A tape of the operators that wrote
-large storages makes any of them again, alone: the calls that lead to it, each random one with the generator's state of
-its turn. What nobody can make again (a draw without a generator argument) is kept.
+tensor; the real one lies in a small cache, and is dropped when the cache is full. A tape holds the operators that
+wrote large storages, and makes any such storage again, alone. Only the calls that lead to the storage run again, each random
+call with the generator's state of its turn. What nobody can make again (a draw without a generator argument) is kept.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """How one tensor is made: a few calls of operators that initialise, in order, over storages of stated size.
 
 The idea: what a constructor did to one parameter is far smaller than the parameter, and replayed from the same state of
-the generator it gives the same bits. The owner replays whatever its own constructor called; what it sends is restricted
-to an allow-list, as graphs are, and whoever receives it first replays it on the meta device, which costs no memory: every
-size must be the declared one, every view within its storage, and all that lives at once a small multiple of the result.
+the generator it gives the same bits. The owner replays every call of its own constructor. A recipe that the owner sends is
+restricted to an allow-list, as graphs are. A receiver first replays the recipe on the meta device, which costs no memory.
+Every size must be the declared one, and every view must lie within its storage. The bytes that live at once must be a small
+multiple of the result's.
 """
 
 from __future__ import annotations
