@@ -329,7 +329,7 @@ async def test_older_copies_are_kept_beside_what_was_handed_over_until_the_next_
     assert (following.since, following.can_hand_over, following.is_first_to_copy) == (4, False, True)
     for link in epoch.links:
         link.stream.max_payload_bytes = 0
-    nothing: Any = SimpleNamespace(state={}, kept={})
+    nothing: Any = SimpleNamespace(state={}, plain_layout={})
     assert Keeping(Supplies(copies=epoch.copies), epoch.links, nothing, 9, nothing, nothing)._besides(12) == [4, 9]
     found = epoch.copies.newest(9, ["p0"])
     assert found is not None

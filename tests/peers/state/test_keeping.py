@@ -29,7 +29,7 @@ class Kept(Epoch):
         super().__init__()
         self.untold: set[int] = set()
         self.copies = Manifest(is_told=lambda copied: copied.next_step not in self.untold)
-        nothing: Any = SimpleNamespace(state={}, kept={})
+        nothing: Any = SimpleNamespace(state={}, plain_layout={})
         for link in self.links:
             link.stream.max_payload_bytes = 0
             link.outbox = mock.Mock(put=mock.AsyncMock())
@@ -141,7 +141,7 @@ def test_a_checkpoint_that_is_asked_for_behind_a_hand_over_comes_with_the_first_
         for link, offer in zip(epoch.links, offers()):
             epoch.copying.hear(link, described(offer, 9))
         epoch.copies.cadence.every = 1000
-        nothing: Any = SimpleNamespace(state={}, kept={})
+        nothing: Any = SimpleNamespace(state={}, plain_layout={})
         supplies = Supplies(
             copies=epoch.copies, keepers=Keepers({"p0": "p1", "p1": "p0"}, {}), store=cast(Any, mock.Mock())
         )
