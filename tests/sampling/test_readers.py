@@ -155,11 +155,20 @@ def test_data_that_cannot_travel_is_refused_with_what_to_do() -> None:
         replace(job_of(Augmented()), workers=-1)
 
 
-def test_a_class_of_the_jobs_own_file_is_found_by_every_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, JOB_FILE, raising=False)
+@pytest.fixture
+def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a job's file brings in is forgotten behind the test."""
     monkeypatch.setattr(sys, "path", [*sys.path])
+    names = (JOB_FILE, "beside", "found_when_called")
+    for name in names:
+        sys.modules.pop(name, None)
+    yield
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("imports")
+def test_a_class_of_the_jobs_own_file_is_found_by_every_process(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("OFFSET = 100.0\n")
     file = tmp_path / "my-job.py"  # no name of a module
     file.write_text(
@@ -171,15 +180,12 @@ def test_a_class_of_the_jobs_own_file_is_found_by_every_process(
     job = job_of(import_job_file(str(file)).Rows())
     with readers_of(job) as readers:
         assert same(readers.take(0, MICRO), read_here(job, 0))
-    monkeypatch.delitem(sys.modules, JOB_FILE)
 
 
+@pytest.mark.usefixtures("imports")
 @pytest.mark.parametrize("repeats", [True, False])
-def test_samples_that_each_process_has_made_for_itself_are_refused(
-    repeats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_that_each_process_has_made_for_itself_are_refused(repeats: bool, tmp_path: Path) -> None:
     """But not those that no process reads twice: they are told of before, and what is fed of them is kept."""
-    monkeypatch.delitem(sys.modules, JOB_FILE, raising=False)
     file = tmp_path / "job.py"
     file.write_text(
         "import random\nimport torch\n"
@@ -197,15 +203,11 @@ def test_samples_that_each_process_has_made_for_itself_are_refused(
                 readers.take(0, MICRO)
         else:
             assert readers.take(0, MICRO) is not None
-    monkeypatch.delitem(sys.modules, JOB_FILE)
 
 
-def test_a_function_of_the_jobs_own_file_may_import_what_lies_beside_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("imports")
+def test_a_function_of_the_jobs_own_file_may_import_what_lies_beside_it(tmp_path: Path) -> None:
     """A model or a sample is made long after the file was imported; what was there before comes first then."""
-    monkeypatch.delitem(sys.modules, JOB_FILE, raising=False)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "found_when_called.py").write_text("OFFSET = 100.0\n")
     file = tmp_path / "my-job.py"
     file.write_text("def make():\n    from found_when_called import OFFSET\n    return OFFSET\n")
@@ -214,5 +216,3 @@ def test_a_function_of_the_jobs_own_file_may_import_what_lies_beside_it(
         module = import_job_file(str(file))
     assert module.make() == 100.0
     assert sys.path == [*before, str(tmp_path.resolve())]
-    monkeypatch.delitem(sys.modules, "found_when_called")
-    monkeypatch.delitem(sys.modules, JOB_FILE)
