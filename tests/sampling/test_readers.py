@@ -156,9 +156,8 @@ def test_data_that_cannot_travel_is_refused_with_what_to_do() -> None:
 
 
 @pytest.fixture
-def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def imports() -> Iterator[None]:
     """What a job's file brings in is forgotten behind the test."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
     names = (JOB_FILE, "beside", "found_when_called")
     for name in names:
         sys.modules.pop(name, None)
