@@ -24,7 +24,7 @@ from typing import Any, Self
 import msgpack
 import structlog
 
-from dht.addresses import peer_of
+from dht.addresses import peer_of, told_private
 from dht.control import ENOUGH_S, P2P, PeerID, at_once, dial
 from dht.membership import Members
 from dht.records import CLOCK_SKEW_S, check, is_ahead, place, told_ahead
@@ -225,7 +225,7 @@ class KademliaStore:
         except TimeoutError as error:
             raise JoinError(
                 f"none of the {len(where)} addresses to join leads to a peer that keeps the mesh's records "
-                f"(tried for {self._timeouts.join_s:g} s): take a token that `meshcee peer` has printed"
+                f"(tried for {self._timeouts.join_s:g} s): take a token that `meshcee peer` has printed" + told_private(where)
             ) from error
         worst = max((self.skew_s[peer] for peer in met), key=abs)
         if abs(worst) > CLOCK_SKEW_S:
