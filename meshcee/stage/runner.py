@@ -22,7 +22,8 @@ from meshcee.capture.graph import StageSpec, Value, copied, moved, unfolded
 from meshcee.errors import ProtocolError
 from meshcee.optim import Optimizer
 from meshcee.sampling import GENERATORS
-from meshcee.stage.deferred import Deferral, Tape
+from meshcee.stage.deferred import Deferral, Tape, Template
+from meshcee.stage.statistics import BatchStatistics
 from meshcee.stage.weights import Weights
 
 __all__ = ["Rng", "StageRunner", "clip_coefficient", "global_norm"]
@@ -108,7 +109,10 @@ class StageRunner:
 
             remade = Remade(train, self.weights, self.device)
             draws |= remade.calls
-        self._deferral = Deferral(train, self.device, frozenset(draws))
+        self.statistics = BatchStatistics(train)
+        instead = self.statistics.calls
+        self._deferral = Deferral(train, self.device, frozenset(draws), instead)
+        draws |= {number: Template(node, instead[number]).run for number, node in train.nodes if number in instead}
         self._run = train.build(self.device, draws)
         self._run_split = train.build(self.device, draws | self._deferral.calls) if self._deferral.calls else self._run
         if remade is not None:
@@ -136,6 +140,7 @@ class StageRunner:
         self._next = {"F": 0, "B": 0, "W": 0}
         for earlier in self.terms.values():
             earlier.clear()
+        self.statistics.forget()
 
     def close(self) -> None:
         """Free all memory, whoever still refers to this stage."""
@@ -149,6 +154,10 @@ class StageRunner:
         For who adds them to a sum that others have begun, in the plain loop's order.
         """
         self.terms |= {name: [] for name in names}
+
+    def take_written(self, written: Mapping[str, torch.Tensor]) -> None:
+        """What the step makes of these buffers, with the micro-batches of others."""
+        self._working |= written
 
     @property
     def written(self) -> dict[str, torch.Tensor]:
@@ -173,6 +182,7 @@ class StageRunner:
         given = [self._arrived(v, t) for v, t in zip(self.spec.received, received, strict=True)]
         buffers, split = self._working, self.split and self._deferral.possible
         state, self._working, after = self._compute(own, given, buffers, rng, split)
+        self.statistics.note()
         results = state.results
         if self.recompute:
             # F ran with autograd on, because kernels may be chosen by it; only what it needs to run again is kept.
@@ -375,6 +385,7 @@ class StageRunner:
             for v, t in zip(self.spec.received, given)
         ]
         written = {name: copied(t) for name, t in buffers.items()}  # a later F must not disturb this one's graph
+        self.statistics.begin()
         tape = self._deferral.tape = Tape() if split else None
         with torch.enable_grad(), self._generator(self.spec, rng) as after:
             results = (self._run_split if split else self._run)(

@@ -223,26 +223,31 @@ class Offer:
 
     @cached_property
     def sums(self) -> tuple[Sum, ...]:
-        """All of the plan: each parameter is added up by the first stages that hold it, one in each pipeline.
+        """All of the plan: each parameter is added up by the first stages that hold it, one in each pipeline. So are statistics of
+        batches.
 
         The same on every member, order included; nothing where every parameter's gradient is whole by itself.
         """
         if not self.plan.sums_gradients:
             return ()
-        holders: dict[str, list[str]] = {}
+        holders: dict[tuple[bool, str], list[str]] = {}
         for k, pipeline in enumerate(self.plan.pipelines):
             slices = (self.train.slice(stage.first, stage.end) for stage in pipeline.stages)
-            owned: dict[str, Stage] = {}
+            owned: dict[tuple[bool, str], Stage] = {}
             for stage, spec in zip(pipeline.stages, self.specs if k == self.pipeline else slices):
                 for name in spec.trainable:
-                    owned.setdefault(name, stage)
-            for name, stage in owned.items():
-                holders.setdefault(name, []).extend(stage.peers)
-        found: dict[tuple[str, ...], list[str]] = {}
-        for name, peers in holders.items():
+                    owned.setdefault((False, name), stage)
+                for name in spec.mutated:
+                    owned.setdefault((True, name), stage)
+            for key, stage in owned.items():
+                holders.setdefault(key, []).extend(stage.peers)
+        found: dict[tuple[bool, tuple[str, ...]], list[str]] = {}
+        for (statistics, name), peers in holders.items():
             if len(peers) > 1:
-                found.setdefault(tuple(peers), []).append(name)
-        return tuple(Sum(k, peers, tuple(names)) for k, (peers, names) in enumerate(found.items()))
+                found.setdefault((statistics, tuple(peers)), []).append(name)
+        return tuple(
+            Sum(k, peers, tuple(names), statistics) for k, ((statistics, peers), names) in enumerate(found.items())
+        )
 
     @cached_property
     def place(self) -> Place:

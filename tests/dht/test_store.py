@@ -243,7 +243,9 @@ async def test_a_stranger_neither_reads_nor_routes(tmp_path: Path) -> None:
         assert await a.store.meet([b.address]) == frozenset()
         assert await b.get() == {}
         assert not store.node.protocol.routing_table.peer_id_to_uid
-        with pytest.raises(JoinError, match=r"leads to a peer that keeps the mesh's records.* own network only.*--announce"):
+        with pytest.raises(
+            JoinError, match=r"leads to a peer that keeps the mesh's records.* own network only.*--announce"
+        ):
             async with KademliaStore(
                 b.store.p2p,  # type: ignore[attr-defined]
                 [a.address],
