@@ -225,7 +225,8 @@ class KademliaStore:
         except TimeoutError as error:
             raise JoinError(
                 f"none of the {len(where)} addresses to join leads to a peer that keeps the mesh's records "
-                f"(tried for {self._timeouts.join_s:g} s): take a token that `meshcee peer` has printed" + told_private(where)
+                f"(tried for {self._timeouts.join_s:g} s): take a token that `meshcee peer` has printed"
+                + told_private(where)
             ) from error
         worst = max((self.skew_s[peer] for peer in met), key=abs)
         if abs(worst) > CLOCK_SKEW_S:
