@@ -118,7 +118,6 @@ class StageRunner:
         if remade is not None:
             self._run, self._run_split = remade.around(self._run), remade.around(self._run_split)
         self._run_eval = evaluate.build(self.device) if evaluate else None
-        self._working: dict[str, torch.Tensor] = {}
         self._micros: dict[int, _Micro] = {}
         self._next = {"F": 0, "B": 0, "W": 0}
         self.terms: dict[str, list[torch.Tensor]] = {}  # gradients of earlier micro-batches, by name: see `keep_terms`
@@ -135,7 +134,7 @@ class StageRunner:
     def rollback(self) -> None:
         """Forget the step: gradients, activations, written buffers."""
         self.weights.drop_grads()
-        self._working = {name: self.weights.buffers[name] for name in self.spec.mutated}
+        self.statistics.written = {name: self.weights.buffers[name] for name in self.spec.mutated}
         self._micros.clear()
         self._next = {"F": 0, "B": 0, "W": 0}
         for earlier in self.terms.values():
@@ -145,7 +144,7 @@ class StageRunner:
     def close(self) -> None:
         """Free all memory, whoever still refers to this stage."""
         self.rollback()
-        self._working.clear()
+        self.statistics.written.clear()
         self.weights.close()
 
     def keep_terms(self, names: Iterable[str]) -> None:
@@ -157,12 +156,12 @@ class StageRunner:
 
     def take_written(self, written: Mapping[str, torch.Tensor]) -> None:
         """What the step makes of these buffers, with the micro-batches of others."""
-        self._working |= written
+        self.statistics.written |= written
 
     @property
     def written(self) -> dict[str, torch.Tensor]:
         """The buffers that F writes, as the step has them so far."""
-        return self._working
+        return self.statistics.written
 
     @property
     def live(self) -> int:
@@ -180,8 +179,8 @@ class StageRunner:
         self._in_order("F", micro)
         own = self._fed(self.spec, raw)
         given = [self._arrived(v, t) for v, t in zip(self.spec.received, received, strict=True)]
-        buffers, split = self._working, self.split and self._deferral.possible
-        state, self._working, after = self._compute(own, given, buffers, rng, split)
+        buffers, split = self.statistics.written, self.split and self._deferral.possible
+        state, self.statistics.written, after = self._compute(own, given, buffers, rng, split)
         self.statistics.note()
         results = state.results
         if self.recompute:
@@ -301,7 +300,7 @@ class StageRunner:
         if self._micros:
             raise ProtocolError(f"a step was committed with {len(self._micros)} micro-batches unfinished")
         self.weights.commit(None if clip is None else clip.to(self.device), hyper)
-        self.weights.buffers.update(self._working)
+        self.weights.buffers.update(self.statistics.written)
         self.rollback()
 
     # -- evaluation and state ----------------------------------------------------------------------------------------

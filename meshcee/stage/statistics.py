@@ -78,6 +78,7 @@ class BatchStatistics:
     def __init__(self, spec: StageSpec) -> None:
         self.keeps = False
         self.calls: dict[int, Callable[..., Any]] = {}
+        self.written: dict[str, torch.Tensor] = {}  # the buffers that F writes, as the step has them so far
         self._now: dict[int, Note] = {}
         self._notes: list[dict[int, Note]] = []  # of each micro-batch
         self._writes, other = _writes(spec)
