@@ -655,6 +655,8 @@ async def test_a_store_goes_on_though_p2pd_answers_too_late(tmp_path: Path) -> N
         assert await a.put("a", time.time() + TTL_S)
         (child,) = psutil.Process(daemon.pid).children()
         child.suspend()
+        while child.status() != psutil.STATUS_STOPPED:  # a thread of its may still be at work  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         for _ in range(2):
             with pytest.raises(JoinError, match="does not answer"):
                 await store.rebind(daemon.p2p)
