@@ -1,4 +1,6 @@
-"""Who attacks a mesh (benchmarks/hostile.py): strangers, members that only compute, and owners, each with a p2pd of its own.
+"""Who attacks a mesh (benchmarks/hostile.py): a stranger, a former member, a member that only computes, and an owner.
+
+Each has a p2pd of its own.
 
 The idea: an attacker is the product's own transport with pieces in other places. It opens streams without shaking hands, shakes
 hands with what is not its own, and writes bytes that are no frames. What comes back is counted, and searched for secrets.
@@ -160,6 +162,7 @@ class Ground:
     """All that an attack may use: who attacks, and whom. `busy` computes for the honest job, `idle` does not, `founder` admits."""
 
     stranger: Attacker
+    former: Attacker
     member: Attacker
     owner: Attacker
     founder: Target
@@ -178,12 +181,18 @@ class Ground:
 
 @asynccontextmanager
 async def attacker(
-    folder: Path, name: str, founder: Target, authority: Authority, role: Role | None, secrets: Sequence[bytes]
+    folder: Path,
+    name: str,
+    founder: Target,
+    authority: Authority,
+    role: Role | None,
+    secrets: Sequence[bytes],
+    key: MeshKey | None = None,
 ) -> AsyncIterator[Attacker]:
-    """A stranger has no role. Its key is one of its own."""
+    """A stranger has no role, and a key of its own. A former member has no role any more, and the mesh's key."""
     identity = Identity.load_or_create(folder / f"{name}.key")
     async with P2PDaemon(identity, listen=["127.0.0.1:0"], seeds=founder.addresses, timeouts=QUICK) as daemon:
-        members, key = Members(), MeshKey.generate()
+        members, key = Members(), key or MeshKey.generate()
         if role is not None:
             token = authority.admin.invite(founder.addresses, role, None, 3600.0)
             door = Opener(
@@ -198,7 +207,7 @@ async def attacker(
         seeds = founder.addresses if role is not None else ()
         async with (
             Opener(daemon.p2p, key.secret, timeouts=QUICK, members=members) as transport,
-            KademliaStore(daemon.p2p, seeds, mesh_key=key, timeouts=QUICK, members=members) as store,
+            KademliaStore(daemon.p2p, seeds, identity=identity, mesh_key=key, timeouts=QUICK, members=members) as store,
         ):
             mine = Attacker(identity, daemon, transport, members, key, store, tuple(secrets))
             try:
@@ -213,16 +222,27 @@ async def attackers(home: Home, folder: Path, targets: dict[str, Target], seed: 
     authority = authority_of(home, None)
     assert authority is not None
     founder = targets["founder"]
-    mesh_key = authority.membership.key.secret
+    key = authority.membership.key
     async with (
-        attacker(folder, "stranger", founder, authority, None, [mesh_key]) as stranger,
+        attacker(folder, "stranger", founder, authority, None, [key.secret]) as stranger,
+        attacker(folder, "former", founder, authority, None, [], key) as former,
         attacker(folder, "member", founder, authority, "compute", []) as member,
         attacker(folder, "owner", founder, authority, "own", []) as owner,
     ):
         invite = authority.admin.invite(founder.addresses, "compute", None, 3600.0).encode()
         term = await newest_term(owner)
         yield Ground(
-            stranger, member, owner, founder, targets["busy"], targets["idle"], authority, invite, term, Random(seed)
+            stranger,
+            former,
+            member,
+            owner,
+            founder,
+            targets["busy"],
+            targets["idle"],
+            authority,
+            invite,
+            term,
+            Random(seed),
         )
 
 

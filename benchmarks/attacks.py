@@ -211,6 +211,21 @@ async def stranger_dht(ground: Ground) -> str:
     return await call(ground.stranger, target, request)
 
 
+async def former_dht(ground: Ground) -> str:
+    """What a former member, who knows the mesh's key, asks a node of the DHT: who is there, and to be a node as well."""
+    who, target = ground.former, ground.draw.choice(ground.targets)
+    node = who.store.node.protocol.node_info
+    place = DHTID.generate(source=topic("peers", who.key)).to_bytes()
+    said = await call(
+        who,
+        target,
+        ground.draw.choice((dht_pb2.FindRequest(keys=[place], peer=node), dht_pb2.PingRequest(peer=node))),
+    )
+    if said == "answered":
+        raise Fault(f"{target.name} has answered a former member")
+    return said
+
+
 async def call(who: Attacker, target: Target, request: Any) -> str:
     """One request to a node of the DHT, as `who` proves it."""
     name = {"FindRequest": "rpc_find", "StoreRequest": "rpc_store", "PingRequest": "rpc_ping"}[type(request).__name__]
@@ -418,7 +433,12 @@ async def seen_by_a_newcomer(ground: Ground) -> set[str]:
     """By who reads the DHT for the first time, over the owner's p2pd."""
     owner = ground.owner
     async with KademliaStore(
-        owner.daemon.p2p, ground.founder.addresses, mesh_key=owner.key, client_mode=True, members=owner.members
+        owner.daemon.p2p,
+        ground.founder.addresses,
+        identity=owner.identity,
+        mesh_key=owner.key,
+        client_mode=True,
+        members=owner.members,
     ) as fresh:
         return set(await fresh.get(topic("peers", owner.key)))
 
@@ -640,6 +660,7 @@ ATTACKS: Mapping[str, Attack] = {
     "replayed handshakes": Attack("stranger", replayed_handshakes),
     "hellos that never end": Attack("stranger", slow_hellos),
     "requests to the DHT without the key": Attack("stranger", stranger_dht, 2),
+    "requests to the DHT by a former member": Attack("former", former_dht, 2),
     "edited and expired invites": Attack("stranger", edited_invites),
     "what takes another role": Attack("member", without_right),
     "forged records": Attack("member", forged_records),

@@ -1,12 +1,12 @@
 """A mesh of real peers is attacked while a job trains in it: what came of each attack, and what it cost the honest.
 
 `python -m benchmarks.hostile [--quick] [--seconds 20] [--only WORDS] [--seed 0]` starts four peers on this machine, an owner
-with a job in two stages, and three attackers with a p2pd each: a stranger, a member that may only compute, and an owner. Each
-attack of benchmarks/attacks.py runs for some seconds, after and before as long a time of peace. A JSON line says how many
-attempts there were, how the target answered, whether a process of the honest ended or met a bug, the largest answer, how much
-the targets' memory grew, and the job's pace beside the attack as a share of its pace in peace. The last line has all of them,
-and whether the job's losses are the plain loop's, bit for bit. Exit code 1 when a process crashed, an attack came about, an
-answer was too large, or a loss differs.
+with a job in two stages, and four attackers with a p2pd each: a stranger, a former member, a member that may only compute, and
+an owner. Each attack of benchmarks/attacks.py runs for some seconds, after and before as long a time of peace. A JSON line says
+how many attempts there were, how the target answered, whether a process of the honest ended or met a bug, the largest answer,
+how much the targets' memory grew, and the job's pace beside the attack as a share of its pace in peace. The last line has all of
+them, and whether the job's losses are the plain loop's, bit for bit. Exit code 1 when a process crashed, an attack came about,
+an answer was too large, or a loss differs.
 
 The idea: attackers compute only while this machine has nothing else to do. So what is measured is what attacks make the honest do,
 and not the cores that attackers take from them. One idle peer checks graphs with a worker that does what tests/rig/hostile_work.py

@@ -42,6 +42,7 @@ FORMS = {"default": "meshcee", "one pipeline": "benchmarks.one_pipeline"}  # -> 
 # Of each case: regions with their devices, the devices' speed, the line between regions.
 BEDS: dict[str, tuple[tuple[int, ...], float, LinkProfile]] = {
     "thin line": ((2, 2), 2e9, LinkProfile(0.01, 2e6)),
+    "batch norm": ((2, 2), 2e9, LinkProfile(0.01, 2e6)),
     "lopsided": ((6,), 0.5e9, LinkProfile(0.01, 2e6)),
     "large batch": ((2, 2), 3e9, LinkProfile(0.01, 2e6)),
 }

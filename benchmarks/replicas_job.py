@@ -1,12 +1,15 @@
 """The jobs of `benchmarks/replicas.py`, one for each value of REPLICAS_CASE, with little arithmetic: two cores emulate all devices.
 
-The idea: each is a kind of model for which one pipeline is not enough. `thin line`: large boundaries and few parameters.
+The idea: each is a kind of model for which one pipeline is not enough. `thin line`: large boundaries and few parameters. `batch
+norm`: the same, with statistics of batches.
 `lopsided`: four blocks whose costs are 3:1:1:1. `large batch`: a GPT whose parameters are many bytes beside its boundaries.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,11 +24,11 @@ SAMPLES, STEPS = 4096, 400  # as most jobs are longer than what is watched of th
 
 
 class Conv(nn.Module):
-    """(N, C, H, W) -> the same; group norm keeps no statistics."""
+    """(N, C, H, W) -> the same; group norm keeps no statistics, and batch norm does."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, norm: nn.Module) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1), nn.GroupNorm(4, channels)
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1), norm
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.relu(self.norm(self.conv(x)))
@@ -75,11 +78,11 @@ class Made:
         return found
 
 
-def _thin_line() -> dict[str, Any]:
+def _thin_line(norm: Callable[[], nn.Module]) -> dict[str, Any]:
     def image(g: torch.Generator) -> tuple[Tensor, Tensor]:
         return torch.randn(3, 32, 32, generator=g), torch.randint(10, (), generator=g)
 
-    layers = [nn.Conv2d(3, 16, 3, padding=1), *(Conv(16) for _ in range(8))]
+    layers = [nn.Conv2d(3, 16, 3, padding=1), *(Conv(16, norm()) for _ in range(8))]
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 10))
     return {"model": model, "loss": F.cross_entropy, "data": Made(image), "batch_size": 96, "micro_batch_size": 4}
 
@@ -105,7 +108,12 @@ def _large_batch() -> dict[str, Any]:
     return {"model": model, "loss": loss, "data": Made(text), "batch_size": 96, "micro_batch_size": 4}
 
 
-CASES = {"thin line": _thin_line, "lopsided": _lopsided, "large batch": _large_batch}
+CASES = {
+    "thin line": partial(_thin_line, partial(nn.GroupNorm, 4, 16)),
+    "batch norm": partial(_thin_line, partial(nn.BatchNorm2d, 16)),
+    "lopsided": _lopsided,
+    "large batch": _large_batch,
+}
 
 
 def made(case: str) -> meshcee.Job:

@@ -4,7 +4,7 @@
 arrives is read field by field and believed only when it is signed. Imports meshcee's values; knows nothing of jobs in progress.
 """
 
-from dht.addresses import MAX_ADDRESSES, checked, dialable, host_of, is_public, peer_of
+from dht.addresses import MAX_ADDRESSES, checked, dialable, host_of, is_public, peer_of, told_private
 from dht.directory import Directory, read_lists
 from dht.election import Elector
 from dht.gossip import MAX_RUMOURS, Gossiper
@@ -70,5 +70,6 @@ __all__ = [
     "public_key_of",
     "read_lists",
     "seal",
+    "told_private",
     "verify",
 ]

@@ -21,6 +21,7 @@ __all__ = [
     "is_loopback",
     "is_public",
     "peer_of",
+    "told_private",
 ]
 
 MAX_ADDRESSES = 16  # of one peer
@@ -81,6 +82,16 @@ def is_public(address: str) -> bool:
     """Whether machines of other networks may dial it; a name counts as such."""
     ip = _ip(address)
     return not is_loopback(address) if ip is None else ip.is_global
+
+
+def told_private(addresses: Sequence[str]) -> str:
+    """What to add where none of these has answered; nothing where machines of other networks may dial one."""
+    if not addresses or any(map(is_public, addresses)):
+        return ""
+    return (
+        ". These addresses lead there from that machine's own network only; from elsewhere it takes `meshcee peer --announce "
+        "PUBLIC-ADDRESS:PORT` on that machine, and a line that it has printed since"
+    )
 
 
 def dialable(addresses: Iterable[str]) -> Sequence[str]:

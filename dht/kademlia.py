@@ -1,8 +1,9 @@
 """The Store over hivemind's Kademlia node, in our own event loop, on a p2pd that somebody else owns.
 
 The idea: hivemind routes and replicates; we decide what may enter. Every request and answer between nodes carries a MAC
-under the mesh key, and every value must be a sealed record in its one right place. So a stranger can neither read,
-write nor route. Each call is bounded in time; reads come from the replicas, never from a cache.
+under the mesh key and its peer's certificate, and every value must be a sealed record in its one right place. So neither
+a stranger nor a former member can read, write or route. Each call is bounded in time; reads come from the replicas, never
+from a cache.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from typing import Any, Self
 import msgpack
 import structlog
 
-from dht.addresses import peer_of
+from dht.addresses import peer_of, told_private
 from dht.control import ENOUGH_S, P2P, PeerID, at_once, dial
 from dht.membership import Members
 from dht.records import CLOCK_SKEW_S, check, is_ahead, place, told_ahead
 from dht.roster import MAX_RECORDS
-from dht.signing import MeshKey
+from dht.signing import Identity, MeshKey, verify
 from meshcee.config import Limits, Timeouts
-from meshcee.errors import ClockError, JoinError, MeshceeError
+from meshcee.errors import ClockError, JoinError, MeshceeError, NotPermittedError, ProtocolError
 from meshcee.events import Event
 
 with warnings.catch_warnings():
@@ -60,6 +61,7 @@ FORGIVEN_AFTER_S = 5.0  # a node that did not answer is passed over for so long 
 MAX_TOLD = 1024  # warnings
 MAX_MET = 64  # addresses kept for the next p2pd
 MAX_KEYS = 16  # in one request: nodes ask for one key, and hand a new node one for each kind of record
+REQUEST = b"meshcee dht request\0"  # what a request's signature begins with
 MAX_WRONG = (
     256  # entries that do not hold, of one message: a signature takes 0.1 ms to check, and more are not looked at
 )
@@ -76,6 +78,7 @@ class KademliaStore:
         p2p: P2P,
         seeds: Sequence[str] = (),
         *,
+        identity: Identity,
         mesh_key: MeshKey,
         client_mode: bool = False,
         timeouts: Timeouts | None = None,
@@ -93,7 +96,7 @@ class KademliaStore:
         self._limits = limits or Limits()
         self._clock = clock
         self._mesh_key = mesh_key
-        self._authorizer = _MeshAuthorizer(mesh_key)
+        self._authorizer = _MeshAuthorizer(identity, mesh_key, members or Members(clock=clock), clock)
         where = lambda value: place(value, mesh_key, self._limits, members)  # noqa: E731
         self._validator = _Validator(where, self._limits.record_bytes)
         self.node: Any = None
@@ -161,10 +164,11 @@ class KademliaStore:
         except TimeoutError as error:
             raise JoinError("this peer's own p2pd does not answer: start the peer again") from error
         node.protocol.storage = old.protocol.storage if old is not None else _Storage(self._drop_ahead)
-        call_store, call_find, meet_node = (
+        call_store, call_find, meet_node, stub_of = (
             node.protocol.call_store,
             node.protocol.call_find,
             node.protocol.update_routing_table,
+            node.protocol.get_stub,
         )
 
         def validated(key: bytes, found: Any) -> bool:
@@ -194,6 +198,12 @@ class KademliaStore:
             new = sorted((n for n in right if n not in table and n != node.node_id), key=key.xor_distance)
             return {n: p for n, p in right.items() if n not in new[BELIEVED:]}
 
+        def stub(peer: PeerID) -> Any:
+            """Its requests say for whom they are, which the authorizer is not told else."""
+            made = stub_of(peer)
+            made._service_public_key = peer
+            return made
+
         async def stored(*args: Any, **more: Any) -> list[bool] | None:
             """A node that refuses is no replica, and what others have taken is stored."""
             answer = await call_store(*args, **more)
@@ -201,6 +211,7 @@ class KademliaStore:
 
         node.protocol._validate_dictionary, node.protocol.call_store = validated, stored
         node.protocol.update_routing_table, node.protocol.call_find = met, found
+        node.protocol.get_stub = stub
         self.node = node
 
     async def _first_meeting(self) -> None:
@@ -215,6 +226,7 @@ class KademliaStore:
             raise JoinError(
                 f"none of the {len(where)} addresses to join leads to a peer that keeps the mesh's records "
                 f"(tried for {self._timeouts.join_s:g} s): take a token that `meshcee peer` has printed"
+                + told_private(where)
             ) from error
         worst = max((self.skew_s[peer] for peer in met), key=abs)
         if abs(worst) > CLOCK_SKEW_S:
@@ -393,22 +405,38 @@ class _Validator(RecordValidatorBase):  # type: ignore[misc]
 
 
 class _MeshAuthorizer(AuthorizerBase):  # type: ignore[misc]
-    """A MAC on every request and answer between nodes; an answer is bound to its request by the nonce."""
+    """Who asks, and who answers: a MAC keeps other meshes apart, a certificate says that the peer is a member.
 
-    def __init__(self, mesh_key: MeshKey) -> None:
+    A request is signed and names its receiver, who could else ask others in the sender's name. Of an answer libp2p has
+    proven the sender; it is bound to its request by the nonce.
+    """
+
+    def __init__(self, identity: Identity, mesh_key: MeshKey, members: Members, clock: Callable[[], float]) -> None:
+        self._identity = identity
         self._mesh_key = mesh_key
+        self._members = members
+        self._clock = clock
 
     def _mac(self, message: Any, role: bytes) -> bytes:
-        body = message.SerializeToString(deterministic=True)
-        return self._mesh_key.mac(b"meshcee dht " + role + b"\0" + hashlib.sha256(body).digest())
+        return self._mesh_key.mac(b"meshcee dht " + role + b"\0" + _digest(message))
 
     def _proven(self, message: Any, role: bytes) -> bool:
         claimed, message.auth.signature = message.auth.signature, b""
         return secrets.compare_digest(self._mac(message, role), claimed)
 
-    async def sign_request(self, request: Any, service_public_key: Any) -> None:
-        request.auth.nonce = secrets.token_bytes(16)
-        request.auth.signature = self._mac(request, b"request")
+    def _is_member(self, peer_id: str, certificate: bytes) -> bool:
+        try:
+            self._members.vouch(peer_id, certificate, "compute", self._clock(), "asks no node of the directory")
+        except (NotPermittedError, ProtocolError):
+            return False
+        return True
+
+    async def sign_request(self, request: Any, service_public_key: PeerID) -> None:
+        auth, me = request.auth, request.auth.client_access_token
+        auth.nonce, auth.service_public_key = secrets.token_bytes(16), service_public_key.to_bytes()
+        me.username, me.public_key = self._identity.peer_id, self._members.shown
+        me.signature = self._identity.sign(REQUEST + _digest(request))
+        auth.signature = self._mac(request, b"request")
 
     async def validate_request(self, request: Any) -> bool:
         """An answer has all that is known of each key, so one request for many would be an answer of any size.
@@ -416,11 +444,31 @@ class _MeshAuthorizer(AuthorizerBase):  # type: ignore[misc]
         Nobody's entries go into a node's cache: they would be its whole answer, and hide those that it stores.
         """
         cached = any(getattr(request, "in_cache", ()))
-        return not cached and len(getattr(request, "keys", ())) <= MAX_KEYS and self._proven(request, b"request")
+        if cached or len(getattr(request, "keys", ())) > MAX_KEYS or not self._proven(request, b"request"):
+            return False
+        auth, peer = request.auth, request.auth.client_access_token
+        if auth.service_public_key != PeerID.from_base58(self._identity.peer_id).to_bytes():
+            return False
+        signature, peer.signature = peer.signature, b""
+        try:
+            signed = verify(peer.username, REQUEST + _digest(request), signature)
+        except ProtocolError:
+            return False
+        return signed and self._is_member(peer.username, peer.public_key)
 
     async def sign_response(self, response: Any, request: Any) -> None:
         response.auth.nonce = request.auth.nonce
+        response.auth.service_access_token.public_key = self._members.shown
         response.auth.signature = self._mac(response, b"response")
 
     async def validate_response(self, response: Any, request: Any) -> bool:
-        return response.auth.nonce == request.auth.nonce and self._proven(response, b"response")
+        auth = response.auth
+        if auth.nonce != request.auth.nonce or not self._proven(response, b"response"):
+            return False
+        return self._is_member(
+            PeerID(request.auth.service_public_key).to_base58(), auth.service_access_token.public_key
+        )
+
+
+def _digest(message: Any) -> bytes:
+    return hashlib.sha256(message.SerializeToString(deterministic=True)).digest()

@@ -44,11 +44,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sum:
-    """Parameters whose gradients these members add up, in plan order; `number` tells it from the plan's other sums."""
+    """Parameters whose gradients these members add up, in plan order; `number` tells it from the plan's other sums.
+
+    With `statistics` it is buffers whose statistics of batches they fold.
+    """
 
     number: int
     peers: tuple[str, ...]
     names: tuple[str, ...]
+    statistics: bool = False
 
 
 def rows_of(stage: Stage, samples: int) -> tuple[tuple[int, int], ...]:

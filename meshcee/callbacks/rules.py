@@ -18,6 +18,7 @@ from meshcee.callbacks.callback import Callback
 from meshcee.callbacks.control import Control
 from meshcee.errors import UsageError
 from meshcee.events import Event
+from meshcee.files import number
 
 __all__ = ["EarlyStop", "KeepBest", "ReduceOnPlateau", "rules"]
 
@@ -70,8 +71,7 @@ class _OnMetric(Callback, ABC):
     def on_resume(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
         for line in reports:
             if line.get("metrics"):
-                value = line["metrics"].get(self.metric)
-                self._tell(int(line["step"]) + 1, math.nan if value is None else float(value))
+                self._tell(int(line["step"]) + 1, number(line["metrics"].get(self.metric)))
 
 
 class _Best(_OnMetric):

@@ -47,7 +47,7 @@ class JobCosts:
     keeps  of a run that has begun: the kernel class (mix "none") or the kind of device (`draws`) that its plans keep to
     groups  whether devices of one region may share a stage; direct_sums and clips as the job says
     workspace  of micro-batches of so many samples, what the operators of each block take for a moment; () when nobody looked
-    pipelines  whether a plan may have several side by side: no buffer holds statistics of all micro-batches
+    pipelines  whether a plan may have several side by side; with batch `statistics` only CPUs hold the same blocks
     """
 
     blocks: Annotated[Sequence[BlockCost], Meta(min_length=1, max_length=MAX_BLOCKS)]
@@ -61,6 +61,7 @@ class JobCosts:
     codec: str = "none"
     groups: bool = False
     pipelines: bool = False
+    statistics: bool = False
     direct_sums: bool = False
     clips: bool = False
     mix: str = "devices"

@@ -6,7 +6,7 @@ Everything may import this room; it knows no mesh. `tensor_files` and `hugging_f
 
 from meshcee.files.home import Home, Run, is_locked, under
 from meshcee.files.memory import large_apart, settled
-from meshcee.files.strict_json import dumps, loads
+from meshcee.files.strict_json import dumps, loads, number
 from meshcee.files.trouble import Trouble
 
-__all__ = ["Home", "Run", "Trouble", "dumps", "is_locked", "large_apart", "loads", "settled", "under"]
+__all__ = ["Home", "Run", "Trouble", "dumps", "is_locked", "large_apart", "loads", "number", "settled", "under"]

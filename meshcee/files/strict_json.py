@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["dumps", "loads"]
+__all__ = ["dumps", "loads", "number"]
 
 
 def dumps(value: Any, **options: Any) -> str:
@@ -26,6 +26,11 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return value
+
+
+def number(told: float | None) -> float:
+    """What `dumps` was given, as far as null tells: NaN."""
+    return math.nan if told is None else told
 
 
 def loads(text: str | bytes) -> Any:

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshcee.callbacks import Callback, Control
 from meshcee.errors import UsageError
-from meshcee.files import Trouble, disk, dumps, loads
+from meshcee.files import Trouble, disk, dumps, loads, number
 from meshcee.hf.arguments import rate_after
 from meshcee.hf.library import transformers
 from meshcee.hf.loss import eval_loss
@@ -161,7 +161,7 @@ class Bridge(Callback):
                     f"output_dir has no {NOTES} with {self._decisive} of this run, which metric_for_best_model needs: go on with "
                     "the output_dir that the run began with"
                 )
-            figures = {name: math.nan if x is None else x for name, x in metrics.items()}  # as JSON has it
+            figures = {name: number(x) for name, x in metrics.items()}
             self.state.log_history.append({**figures, "epoch": self.state.epoch, "step": self.state.global_step})
             for one in self._with_state():
                 one.on_evaluate(self.args, self.state, self.control, metrics=figures)

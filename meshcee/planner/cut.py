@@ -263,7 +263,7 @@ def cut(
                 late = residence + join.round_trip_s
                 residence = np.where(join.occupied_s > periods[:, None], np.inf, late)
             # nothing in front hides what the first group does once a step
-            found = _in_front(tables[j], residence, periods, once=not j)
+            found = _in_front(tables[j], residence, periods, once=not j, behind=len(tables) - 1 - j)
             if name is not None:
                 known[name] = found
         residence = found[0]
@@ -287,25 +287,35 @@ def cut(
     return best
 
 
-def _in_front(tables: Sequence[StageTable], residence: Floats, periods: Floats, *, once: bool) -> Suffix:
-    """One more group in front: the least residence per (period, first block), where it ends, and whether it recomputes."""
+def _in_front(tables: Sequence[StageTable], residence: Floats, periods: Floats, *, once: bool, behind: int) -> Suffix:
+    """One more group in front: the least residence per (period, first block), where it ends, and whether it recomputes.
+
+    behind   groups, each of which gets a block: so blocks from `count` on are not for this group
+    """
     best: Suffix | None = None
-    grid = periods[:, None, None]
+    grid, count = periods[:, None, None], residence.shape[1] - behind
     for table in tables:
-        whole = table.forward_backward + residence[:, None, :]
-        whole[table.busy > grid] = np.inf
-        short = whole > table.live * grid
-        whole[short] = np.inf
+        whole = table.forward_backward[:count, :count] + residence[:, None, :count]
+        fits = table.busy[:count, :count] <= grid
+        short = whole > table.live[:count, :count] * grid
+        whole = np.where(short | ~fits, np.inf, whole)
         if once:
-            whole = whole + table.once
-        end, least = whole.argmin(axis=2), whole.min(axis=2)
+            whole += table.once[:count, :count]
+        end = whole.argmin(axis=2)
+        least = np.take_along_axis(whole, end[:, :, None], 2)[:, :, 0]
         if best is None:
             best = least, end, np.zeros_like(end)
         else:
             again = least < best[0]
             best = np.where(again, least, best[0]), np.where(again, end, best[1]), again.astype(np.int64)
-        short &= table.busy <= grid
-        if not short.any():  # nothing is short of memory: recomputation only costs time
+        if not (short & fits).any():  # nothing is short of memory: recomputation only costs time
             break
     assert best is not None
-    return best
+    found = (
+        np.full_like(residence, np.inf),
+        np.zeros(residence.shape, np.int64),
+        np.zeros(residence.shape, np.int64),
+    )
+    for table_of_all, part in zip(found, best, strict=True):
+        table_of_all[:, :count] = part
+    return found

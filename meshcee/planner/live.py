@@ -259,7 +259,9 @@ def _question(mesh: Measured, job: JobCosts, stages: int | None, tiers: int) -> 
     cluster, workload = situation(mesh, job, tiers=tiers)
     runs = replace(RUNS, stages=stages, recompute=job.recompute)
     if job.pipelines and stages is None:
-        classes = {p: str(class_of(mesh.devices[p], job.threads)) for p in cluster.devices}
+        kernels = {p: class_of(mesh.devices[p], job.threads) for p in cluster.devices}
+        # how a GPU rounds the statistics of batches is not known: it is like no other
+        classes = {p: f"{k} {p}" if job.statistics and k.kind != "cpu" else str(k) for p, k in kernels.items()}
         runs = replace(runs, pipelines=None, classes=classes)
     if job.groups:  # each member applies the sum by itself, and must end with the same bits: so they are of one kind
         alike = {p: f"{d.region}, {mesh.devices[p].kind}" for p, d in cluster.devices.items()}

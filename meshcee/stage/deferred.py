@@ -9,7 +9,7 @@ order of their making, so each parameter's gradient is summed in the order of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 
 from meshcee.capture.graph import Node, Ref, StageSpec
 
-__all__ = ["Deferral", "Tape"]
+__all__ = ["Deferral", "Tape", "Template"]
 
 # Operators that torch composes of others, and that read each tensor argument once: the gradient arrives in one piece,
 # as from an operator with a formula of its own. One that reads its input twice would give the sum of two pieces where
@@ -50,10 +50,17 @@ class Deferral:
     """The deferred operators of a stage. `calls` replaces operators by value number when the stage is built.
 
     `possible` is False when an operator cannot be deferred (or is in `replaced`, so has another callable already); then B
-    and W must both walk the whole graph.
+    and W must both walk the whole graph. `instead` has functions of the same arguments in place of operators.
     """
 
-    def __init__(self, spec: StageSpec, device: torch.device, replaced: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        spec: StageSpec,
+        device: torch.device,
+        replaced: frozenset[int] = frozenset(),
+        instead: Mapping[int, Callable[..., Any]] | None = None,
+    ) -> None:
+        self.instead = instead or {}
         self.calls: dict[int, Callable[..., Any]] = {}
         self.possible = True
         self.weights: frozenset[int] = frozenset()
@@ -73,9 +80,9 @@ class Deferral:
                 return
             if reads_data and reads_weights:
                 if device.type == "cpu" and _is_composed_norm(node):
-                    self.calls[number] = _NormCall(self, node, frozenset(data)).run
+                    self.calls[number] = _NormCall(self, number, node, frozenset(data)).run
                 elif _can_wait(node) and number not in replaced:
-                    self.calls[number] = _Call(self, node, frozenset(data)).run
+                    self.calls[number] = _Call(self, number, node, frozenset(data)).run
                 else:
                     self.possible = False
                     self.calls.clear()
@@ -109,23 +116,17 @@ def _can_wait(node: Node) -> bool:
     return operator.name in _READ_ONCE or not composed
 
 
-class _Call:
-    """One deferred operator: its arguments as a template that the values of its references fill."""
+class Template:
+    """The arguments of a node, which the values of its references fill."""
 
-    def __init__(self, deferral: Deferral, node: Node, data: frozenset[int]) -> None:
-        self.deferral = deferral
-        self.call = node.call
+    def __init__(self, node: Node, call: Callable[..., Any]) -> None:
+        self.call = call
         self.order = {number: place for place, number in enumerate(dict.fromkeys(node.refs))}
-        self.data = tuple(place for number, place in self.order.items() if number in data)
         self.args, self.kwargs = node.args, node.kwargs
-        self.at_once = node.operator.name in _AT_ONCE
 
     def run(self, *values: Any) -> Any:
         """Called by the stage with the values of the node's references, each once."""
-        return self.apply(values)
-
-    def apply(self, values: tuple[Any, ...]) -> Any:
-        return _Deferred.apply(self, values, *(values[p] for p in self.data))  # type: ignore[no-untyped-call]
+        return self.compute(list(values))
 
     def compute(self, values: list[Any]) -> torch.Tensor:
         fill = self._fill
@@ -142,6 +143,22 @@ class _Call:
         return argument
 
 
+class _Call(Template):
+    """One deferred operator."""
+
+    def __init__(self, deferral: Deferral, number: int, node: Node, data: frozenset[int]) -> None:
+        super().__init__(node, deferral.instead.get(number, node.call))
+        self.deferral = deferral
+        self.data = tuple(place for number, place in self.order.items() if number in data)
+        self.at_once = node.operator.name in _AT_ONCE
+
+    def run(self, *values: Any) -> Any:
+        return self.apply(values)
+
+    def apply(self, values: tuple[Any, ...]) -> Any:
+        return _Deferred.apply(self, values, *(values[p] for p in self.data))  # type: ignore[no-untyped-call]
+
+
 def _is_composed_norm(node: Node) -> bool:
     """Whether this is an RMS norm that computes x / rms(x) in x's precision and multiplies by its weight at the end."""
     if node.operator.name != "aten.rms_norm.default":
@@ -152,8 +169,8 @@ def _is_composed_norm(node: Node) -> bool:
 class _NormCall(_Call):
     """RMS norm reads its input twice; only the product with its weight is deferred, the rest stays where it is."""
 
-    def __init__(self, deferral: Deferral, node: Node, data: frozenset[int]) -> None:
-        super().__init__(deferral, node, data)
+    def __init__(self, deferral: Deferral, number: int, node: Node, data: frozenset[int]) -> None:
+        super().__init__(deferral, number, node, data)
         self.input, self.weight = (self.order[a.index] for a in node.args[0:3:2])
         self.data = (0,)
 

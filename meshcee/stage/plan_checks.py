@@ -12,6 +12,7 @@ from meshcee.capture import Capture, Program
 from meshcee.capture.graph import Node, is_random
 from meshcee.errors import PlanError
 from meshcee.plan import Plan
+from meshcee.stage.statistics import why_not_folded
 
 __all__ = ["check_generators", "check_pipelines", "remarks", "why_one_pipeline"]
 
@@ -19,7 +20,8 @@ RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
 def check_generators(captured: Capture, plan: Plan, kinds: Mapping[str, str]) -> None:
-    """Raise PlanError where members that draw random numbers are unlike devices: a CPU's numbers are not a GPU's.
+    """Raise PlanError where members that draw random numbers are unlike devices: a CPU's numbers are not a GPU's. Also where GPUs
+    would fold statistics of batches.
 
     `kinds` maps a peer to the kind of its device. A stage that draws nothing may lie anywhere. But the same blocks
     may not lie on devices of two kinds. Each device applies the same gradients by itself and must end with the same weights.
@@ -31,6 +33,13 @@ def check_generators(captured: Capture, plan: Plan, kinds: Mapping[str, str]) ->
             raise PlanError(
                 f"the plan has blocks {stage.first}..{stage.end - 1} on {' and '.join(found)} devices, whose copies of the "
                 "weights would drift apart; give blocks that several devices hold to devices of one kind"
+            )
+    for stage in stages if len(plan.pipelines) > 1 else ():
+        written = captured.train.slice(stage.first, stage.end).mutated
+        if written and (kind := next((kinds[peer] for peer in stage.peers if kinds[peer] != "cpu"), "")):
+            raise PlanError(
+                f"the plan has several pipelines with {written[0]!r}, statistics of batches, on {kind} devices: only those of CPUs "
+                "are known to be equal to one machine's; put all devices of the plan in one pipeline"
             )
     drawing = {
         kinds[peer]: peer
@@ -58,17 +67,17 @@ def _drops_between_layers(node: Node) -> bool:
 
 def why_one_pipeline(program: Program) -> str:
     """Why a model cannot be in several pipelines side by side; "" where it can."""
-    if written := program.slice(0, program.num_blocks).mutated:
+    if written := why_not_folded(program.slice(0, program.num_blocks)):
         return (
-            f"its buffer {written[0]!r} holds statistics of all micro-batches in their order, and each pipeline would have only "
-            "its own"
+            f"its buffer {written!r} is made of all micro-batches in their order, in another way than a batch norm's "
+            "statistics, and each pipeline would have only its own"
         )
     return ""
 
 
 def remarks(program: Program, plan: Plan, micro_batch_size: int | None) -> tuple[str, ...]:
     """What people should know of a plan's numbers before it runs. `micro_batch_size`: as the job says, None where it does not."""
-    if micro_batch_size is not None or not why_one_pipeline(program):
+    if micro_batch_size is not None or not program.slice(0, program.num_blocks).mutated:
         return ()
     sees = f"batch statistics are of micro-batches of {plan.micro_batch} samples, which the plan has chosen"
     return (f"{sees}: say micro_batch_size in the job, as their size is part of the result",)

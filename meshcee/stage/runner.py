@@ -22,7 +22,8 @@ from meshcee.capture.graph import StageSpec, Value, copied, moved, unfolded
 from meshcee.errors import ProtocolError
 from meshcee.optim import Optimizer
 from meshcee.sampling import GENERATORS
-from meshcee.stage.deferred import Deferral, Tape
+from meshcee.stage.deferred import Deferral, Tape, Template
+from meshcee.stage.statistics import BatchStatistics
 from meshcee.stage.weights import Weights
 
 __all__ = ["Rng", "StageRunner", "clip_coefficient", "global_norm"]
@@ -108,13 +109,15 @@ class StageRunner:
 
             remade = Remade(train, self.weights, self.device)
             draws |= remade.calls
-        self._deferral = Deferral(train, self.device, frozenset(draws))
+        self.statistics = BatchStatistics(train)
+        instead = self.statistics.calls
+        self._deferral = Deferral(train, self.device, frozenset(draws), instead)
+        draws |= {number: Template(node, instead[number]).run for number, node in train.nodes if number in instead}
         self._run = train.build(self.device, draws)
         self._run_split = train.build(self.device, draws | self._deferral.calls) if self._deferral.calls else self._run
         if remade is not None:
             self._run, self._run_split = remade.around(self._run), remade.around(self._run_split)
         self._run_eval = evaluate.build(self.device) if evaluate else None
-        self._working: dict[str, torch.Tensor] = {}
         self._micros: dict[int, _Micro] = {}
         self._next = {"F": 0, "B": 0, "W": 0}
         self.terms: dict[str, list[torch.Tensor]] = {}  # gradients of earlier micro-batches, by name: see `keep_terms`
@@ -131,16 +134,17 @@ class StageRunner:
     def rollback(self) -> None:
         """Forget the step: gradients, activations, written buffers."""
         self.weights.drop_grads()
-        self._working = {name: self.weights.buffers[name] for name in self.spec.mutated}
+        self.statistics.written = {name: self.weights.buffers[name] for name in self.spec.mutated}
         self._micros.clear()
         self._next = {"F": 0, "B": 0, "W": 0}
         for earlier in self.terms.values():
             earlier.clear()
+        self.statistics.forget()
 
     def close(self) -> None:
         """Free all memory, whoever still refers to this stage."""
         self.rollback()
-        self._working.clear()
+        self.statistics.written.clear()
         self.weights.close()
 
     def keep_terms(self, names: Iterable[str]) -> None:
@@ -150,10 +154,14 @@ class StageRunner:
         """
         self.terms |= {name: [] for name in names}
 
+    def take_written(self, written: Mapping[str, torch.Tensor]) -> None:
+        """What the step makes of these buffers, with the micro-batches of others."""
+        self.statistics.written |= written
+
     @property
     def written(self) -> dict[str, torch.Tensor]:
         """The buffers that F writes, as the step has them so far."""
-        return self._working
+        return self.statistics.written
 
     @property
     def live(self) -> int:
@@ -171,8 +179,9 @@ class StageRunner:
         self._in_order("F", micro)
         own = self._fed(self.spec, raw)
         given = [self._arrived(v, t) for v, t in zip(self.spec.received, received, strict=True)]
-        buffers, split = self._working, self.split and self._deferral.possible
-        state, self._working, after = self._compute(own, given, buffers, rng, split)
+        buffers, split = self.statistics.written, self.split and self._deferral.possible
+        state, self.statistics.written, after = self._compute(own, given, buffers, rng, split)
+        self.statistics.note()
         results = state.results
         if self.recompute:
             # F ran with autograd on, because kernels may be chosen by it; only what it needs to run again is kept.
@@ -291,7 +300,7 @@ class StageRunner:
         if self._micros:
             raise ProtocolError(f"a step was committed with {len(self._micros)} micro-batches unfinished")
         self.weights.commit(None if clip is None else clip.to(self.device), hyper)
-        self.weights.buffers.update(self._working)
+        self.weights.buffers.update(self.statistics.written)
         self.rollback()
 
     # -- evaluation and state ----------------------------------------------------------------------------------------
@@ -375,6 +384,7 @@ class StageRunner:
             for v, t in zip(self.spec.received, given)
         ]
         written = {name: copied(t) for name, t in buffers.items()}  # a later F must not disturb this one's graph
+        self.statistics.begin()
         tape = self._deferral.tape = Tape() if split else None
         with torch.enable_grad(), self._generator(self.spec, rng) as after:
             results = (self._run_split if split else self._run)(

@@ -165,13 +165,14 @@ def peer_install(
     """
     from peers.cli.joining.service import install, service_of
 
-    typed = {"COMMANDLINE", "ENVIRONMENT"}  # the rest is in the file of settings, which the service reads itself
-    said = {
-        name: value
-        for name, value in vars(lent).items()
-        if name != "join" and getattr(context.get_parameter_source(name), "name", "") in typed
-    }
     kept = context.parent.params if context.parent is not None else {}  # as `meshcee peer` has them
+
+    def is_said(name: str, value: object) -> bool:
+        """The rest is in the file of settings, which the service reads itself, as `meshcee peer` does."""
+        source = getattr(context.get_parameter_source(name), "name", "")
+        return source in ("COMMANDLINE", "ENVIRONMENT") or (source == "DEFAULT_MAP" and value != kept.get(name, value))
+
+    said = {name: value for name, value in vars(lent).items() if name != "join" and is_said(name, value)}
 
     def flags(values: dict[str, Any]) -> dict[str, Any]:
         return {f"--{name.replace('_', '-')}": value for name, value in values.items()}

@@ -26,7 +26,7 @@ from peers.transport import Frame
 from peers.wire import Links, Round, Spans, messages, need
 
 if TYPE_CHECKING:
-    from peers.groups import ChainSum, DirectSum, FinishedBuckets, GroupSum
+    from peers.groups import ChainStatistics, ChainSum, DirectSum, FinishedBuckets, GroupSum
 
 __all__ = ["Settlement"]
 
@@ -55,7 +55,14 @@ class Settlement:
         self._wait = wait
         self._spans = spans
         self.norm: float | None = None
-        self._sums = {one.number: self._sum(one) for one in place.sums}
+        self._sums = {one.number: self._sum(one) for one in place.sums if not one.statistics}
+        self._statistics = {one.number: self._folds(one) for one in place.sums if one.statistics}
+
+    def _folds(self, one: Sum) -> ChainStatistics:
+        from peers.groups import ChainStatistics
+
+        of = self.place.peer, one.peers, one.names, self._runner
+        return ChainStatistics(*of, self._compute, self._links, self._spans, number=one.number)
 
     def _sum(self, one: Sum) -> ChainSum | GroupSum | DirectSum:
         from peers.groups import ChainSum, DirectSum, GroupSum
@@ -73,7 +80,7 @@ class Settlement:
     @asynccontextmanager
     async def summing(self, round: Round) -> AsyncIterator[Sequence[FinishedBuckets]]:
         """Around the F's, B's and W's of a step: meanwhile members sum what is whole, and all of it before this ends."""
-        if not self._sums:
+        if not self._sums and not self._statistics:
             yield ()
             return
         from peers.groups import FinishedBuckets
@@ -85,6 +92,8 @@ class Settlement:
             yield finished
             for whole in finished:
                 whole.all()
+            for statistics in self._statistics.values():
+                group.create_task(statistics.run(round.number))
 
     @property
     def summed_with(self) -> list[str]:
@@ -93,7 +102,8 @@ class Settlement:
 
     def take(self, peer: str, frame: Frame) -> None:
         """A frame of a sum."""
-        one = self._sums.get(need(frame.header, "sum", int))
+        number = need(frame.header, "sum", int)
+        one = self._sums.get(number) or self._statistics.get(number)
         if one is None:
             raise ProtocolError(f"peer {peer} sent a frame of kind {frame.kind!r} for a sum that is not ours")
         one.take(peer, frame)

@@ -39,6 +39,7 @@ from dht import (
     invite_key,
     learn_list,
     seal,
+    told_private,
 )
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError, UsageError
@@ -380,6 +381,7 @@ async def enrol(
     raise JoinError(
         f"the machine that has made this invite does not answer: {failed}. Who has joined before needs nobody; "
         "a new member needs the admin's machine to run and to be reachable from here, or an invite of another admin"
+        + told_private(where)
     ) from failed
 
 

@@ -353,6 +353,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
             KademliaStore(
                 daemon.p2p,
                 seeds,
+                identity=identity,
                 mesh_key=key,
                 client_mode=not options.compute,
                 timeouts=timeouts,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +24,7 @@ from meshcee.epochs import course, moves
 from meshcee.errors import MeshceeError, PeerLostError, PlanError, UsageError
 from meshcee.events import Event
 from meshcee.figures import BlockTimes, DeviceProfile, JobCosts
-from meshcee.files import Home, Run, Trouble, disk, settled
+from meshcee.files import Home, Run, Trouble, disk, number, settled
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Term
 from meshcee.sampling import FED, repeats
@@ -253,14 +252,14 @@ class Training:
             self._check_weights(again=False)
         reports = run.reports()
         for line in reports:
-            self._numbers.losses[line["step"]] = math.nan if line["loss"] is None else line["loss"]
+            self._numbers.losses[line["step"]] = number(line["loss"])
         self._steering.control.id = run.id
         self._key, self._last = about.key or self._key, about.incarnation
         told = next(s for s in itertools.count(begins) if s not in self._numbers.losses)
         self._noted = [] if step else noted(run.folder, self._key, begins, told)
         done = max([begins, *(copied.next_step for copied in self._noted)])
         measured = (line for line in reports if line.get("metrics") and line["step"] < done)
-        self.result.metrics += [(line["step"], line["metrics"]) for line in measured]
+        self.result.metrics += [(line["step"], {n: number(v) for n, v in line["metrics"].items()}) for line in measured]
         self.result.losses = [self._numbers.losses[s] for s in range(done)]
         self._numbers.go_on(kinds, about.rounds)
         self._steering.control.restore(reports, len(self._numbers.losses), is_over=run.is_over)

@@ -67,6 +67,7 @@ def costs_of(job: Job, captured: Capture, plans: bool = True) -> JobCosts:
         codec=job.codec,
         groups=job.groups,
         pipelines=not job.audit and not why_one_pipeline(program),
+        statistics=bool(program.slice(0, program.num_blocks).mutated),
         direct_sums=job.direct_sums,
         clips=job.clip_norm is not None,
         mix=job.mix,

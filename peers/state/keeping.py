@@ -201,13 +201,15 @@ class Beginning(NamedTuple):
 
 def state_for(offer: Offer, captured: Capture, base: Checkpoint | CopySet | None) -> dict[str, Beginning]:
     """The weights that a member begins with, and, where a job goes on, what its optimizer has kept."""
-    expected = offer.expected_state
+    expected, values = offer.expected_state, captured.state
+    if offer.terms.rounded:
+        values = OnDemand(expected, lambda name: captured.state[name].to(expected[name][0]))
     if base is None:
-        return {"state": Beginning(expected, captured.state)}
+        return {"state": Beginning(expected, values)}
     trainable = offer.specs[offer.index].trainable
     if isinstance(base, CopySet):
         weights, kept = base.digests(expected, trainable)
-        return {"state": Beginning(expected, captured.state, weights), "optimizer": Beginning(kept, {}, kept)}
+        return {"state": Beginning(expected, values, weights), "optimizer": Beginning(kept, {}, kept)}
     weights_on_disk = base.weights(expected)
     optimizer = base.optimizer(trainable)
     return {

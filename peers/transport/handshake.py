@@ -38,7 +38,7 @@ __all__ = ["PROTOCOL_VERSION", "accept", "dial"]
 
 # Raised by one whenever peers of the old and of the new version would misunderstand each other. The names and types of
 # `version` and `software` in these frames never change.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 NONCE_BYTES = 32
 PROOF_BYTES = hashlib.sha256().digest_size

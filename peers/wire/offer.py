@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from meshcee.capture import Capture, Program, StageSpec, encode_program, why_unsplit
 from meshcee.capture.graph import whole_draws
+from meshcee.capture.initial_state import InitialState
 from meshcee.codec import codec_of
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.fields import Finite, NotNegative, plain, read, unpack
@@ -65,6 +66,7 @@ class Terms:
     direct_sums: bool = False  # groups sum gradients through process groups of their own
     audited: bool = False  # members prove their steps, and show those that the owner asks for
     regroup_s: Finite = 60.0  # for so long the owner looks for peers, and members keep what is left of an epoch
+    rounded: bool = False  # frozen parameters are sent in the type that stages compute with
 
     @classmethod
     def of(cls, job: Job, captured: Capture, regroup_s: float) -> Terms:
@@ -81,6 +83,7 @@ class Terms:
             job.direct_sums,
             job.audit > 0,
             regroup_s,
+            job.precision == "bf16" and not isinstance(captured.state, InitialState),  # which is sent as recipes
         )
 
     @classmethod
@@ -223,26 +226,31 @@ class Offer:
 
     @cached_property
     def sums(self) -> tuple[Sum, ...]:
-        """All of the plan: each parameter is added up by the first stages that hold it, one in each pipeline.
+        """All of the plan: each parameter is added up by the first stages that hold it, one in each pipeline. So are statistics of
+        batches.
 
         The same on every member, order included; nothing where every parameter's gradient is whole by itself.
         """
         if not self.plan.sums_gradients:
             return ()
-        holders: dict[str, list[str]] = {}
+        holders: dict[tuple[bool, str], list[str]] = {}
         for k, pipeline in enumerate(self.plan.pipelines):
             slices = (self.train.slice(stage.first, stage.end) for stage in pipeline.stages)
-            owned: dict[str, Stage] = {}
+            owned: dict[tuple[bool, str], Stage] = {}
             for stage, spec in zip(pipeline.stages, self.specs if k == self.pipeline else slices):
                 for name in spec.trainable:
-                    owned.setdefault(name, stage)
-            for name, stage in owned.items():
-                holders.setdefault(name, []).extend(stage.peers)
-        found: dict[tuple[str, ...], list[str]] = {}
-        for name, peers in holders.items():
+                    owned.setdefault((False, name), stage)
+                for name in spec.mutated:
+                    owned.setdefault((True, name), stage)
+            for key, stage in owned.items():
+                holders.setdefault(key, []).extend(stage.peers)
+        found: dict[tuple[bool, tuple[str, ...]], list[str]] = {}
+        for (statistics, name), peers in holders.items():
             if len(peers) > 1:
-                found.setdefault(tuple(peers), []).append(name)
-        return tuple(Sum(k, peers, tuple(names)) for k, (peers, names) in enumerate(found.items()))
+                found.setdefault((statistics, tuple(peers)), []).append(name)
+        return tuple(
+            Sum(k, peers, tuple(names), statistics) for k, ((statistics, peers), names) in enumerate(found.items())
+        )
 
     @cached_property
     def place(self) -> Place:
@@ -341,8 +349,19 @@ class Offer:
 
     @cached_property
     def expected_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Type and shape of every parameter and buffer of this stage; the owner sends them in full precision."""
-        return {name: (self._full(dtype), shape) for name, (dtype, shape) in self._computed_state.items()}
+        """Type and shape of every parameter and buffer of this stage, as the owner sends them."""
+        done = self._frozen if self.terms.rounded else frozenset()
+        return {
+            name: (dtype if name in done else self._full(dtype), shape)
+            for name, (dtype, shape) in self._computed_state.items()
+        }
+
+    @property
+    def _frozen(self) -> frozenset[str]:
+        """Parameters that training leaves as they are."""
+        spec = self.specs[self.index]
+        mine = {name for one in (spec, *self.evaluation_specs[self.index : self.index + 1]) for name in one.parameters}
+        return frozenset(mine - {entry.name for entry in self.train.inputs if entry.trainable})
 
     @cached_property
     def changed_state(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

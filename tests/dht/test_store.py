@@ -17,6 +17,7 @@ import pytest
 from dht.control import P2PDaemonError, PeerID, at_once
 from dht.directory import Directory
 from dht.kademlia import BELIEVED, MAX_KEYS, MAX_WRONG, KademliaStore, node_id_of
+from dht.membership import Members, RevokedList, certify
 from dht.records import PeerRecord, place, seal, topic
 from dht.signing import Identity, MeshKey
 from dht.store import MemoryStore, SharedMemory, Store
@@ -68,9 +69,11 @@ async def one_peer(
     client_mode: bool = False,
     clock: Callable[[], float] = time.time,
     others: Sequence[str] = (),
+    members: Members | None = None,
 ) -> AsyncIterator[tuple[Node, P2PDaemon, KademliaStore]]:
     identity, joined = Identity.load_or_create(folder / f"{name}.key"), (*seeds, *others) if seeds else ()
-    said: Any = {"mesh_key": key, "client_mode": client_mode, "timeouts": QUICK, "clock": clock, "others": others}
+    said: Any = {"identity": identity, "mesh_key": key, "client_mode": client_mode, "timeouts": QUICK}
+    said |= {"clock": clock, "others": others, "members": members}
     async with (
         P2PDaemon(identity, listen=["127.0.0.1:0"], seeds=joined, timeouts=QUICK) as daemon,
         KademliaStore(daemon.p2p, seeds, **said) as store,
@@ -240,15 +243,89 @@ async def test_a_stranger_neither_reads_nor_routes(tmp_path: Path) -> None:
         assert await a.store.meet([b.address]) == frozenset()
         assert await b.get() == {}
         assert not store.node.protocol.routing_table.peer_id_to_uid
-        with pytest.raises(JoinError, match="leads to a peer that keeps the mesh's records"):
+        with pytest.raises(
+            JoinError, match=r"leads to a peer that keeps the mesh's records.* own network only.*--announce"
+        ):
             async with KademliaStore(
                 b.store.p2p,  # type: ignore[attr-defined]
                 [a.address],
+                identity=b.identity,
                 mesh_key=MeshKey.generate(),
                 client_mode=True,
                 timeouts=Timeouts(join_s=1.0, dial_s=1.0),
             ):
                 pytest.fail("joined")
+
+
+def belonging(folder: Path, name: str, root: Identity, for_s: float = 60.0) -> Members:
+    """What a peer of this name knows of the mesh, its own certificate first."""
+    peer = Identity.load_or_create(folder / f"{name}.key").peer_id
+    return Members(root.peer_id, certify(root, b"", root.peer_id, peer, "compute", "", time.time(), for_s))
+
+
+async def asked(who: KademliaStore, whom: Node) -> Any:
+    """What one node answers when it is asked for who is there; None: nothing."""
+    from hivemind.dht.routing import DHTID  # once dht.kademlia has imported it: it warns
+
+    return await who.node.protocol.call_find(
+        PeerID.from_base58(whom.identity.peer_id), [DHTID.generate(topic("peers", KEY))]
+    )
+
+
+@pytest.mark.parametrize("why", ["never a member", "revoked", "its certificate has ended"])
+async def test_who_has_the_mesh_key_alone_neither_reads_nor_routes(tmp_path: Path, why: str) -> None:
+    """A former member knows the key for good. So the key opens nothing without a certificate that holds."""
+    root = Identity.generate()
+    known = {name: belonging(tmp_path, name, root) for name in ("a", "b")}
+    known["x"] = Members() if why == "never a member" else belonging(tmp_path, "x", root)
+    async with (
+        one_peer(tmp_path, "a", members=known["a"]) as (a, _, at_a),
+        one_peer(tmp_path, "b", [a.address], members=known["b"]) as (_, _, at_b),
+        one_peer(tmp_path, "x", members=known["x"]) as (x, _, at_x),
+    ):
+        if why != "never a member":
+            assert await x.store.meet([a.address]) == {a.identity.peer_id}
+            assert await asked(at_x, a) is not None
+            assert await asked(at_a, x) is not None
+        if why == "revoked":
+            for name in ("a", "b"):
+                known[name].learn(RevokedList(root.peer_id, time.time(), frozenset([x.identity.peer_id])))
+        elif why == "its certificate has ended":
+            known["x"].shown = belonging(tmp_path, "x", root, -60.0).shown
+        assert await x.store.meet([a.address]) == frozenset()
+        assert await a.store.meet([x.address]) == frozenset()
+        assert await asked(at_x, a) is None
+        assert await asked(at_a, x) is None
+        await asyncio.sleep(0)  # a's node then forgets that one
+        assert set(at_a.node.protocol.routing_table.uid_to_peer_id) == {at_b.node.node_id}
+        assert await asked(at_b, a) is not None
+
+
+async def test_a_node_cannot_ask_others_by_what_it_was_asked(tmp_path: Path) -> None:
+    """A former member may still be asked by who has not heard that it is one."""
+    from hivemind.p2p import P2PHandlerError
+
+    async with (
+        one_peer(tmp_path, "a") as (a, _, _),
+        one_peer(tmp_path, "b", [a.address]) as (b, _, at_b),
+        one_peer(tmp_path, "c", [a.address, b.address]) as (_, _, at_c),
+    ):
+        call, sent = at_c.p2p.call_protobuf_handler, []
+
+        async def noted(peer: Any, name: str, message: Any, answer: Any) -> Any:
+            sent.append((name, type(message).FromString(message.SerializeToString()), answer))
+            return await call(peer, name, message, answer)
+
+        at_c.p2p.call_protobuf_handler = noted
+        assert await asked(at_c, b) is not None
+        at_c.p2p.call_protobuf_handler = call
+        name, message, answer = sent[-1]
+        again = at_b.p2p.call_protobuf_handler
+        async with asyncio.timeout(10):
+            with pytest.raises(P2PHandlerError):
+                await again(PeerID.from_base58(a.identity.peer_id), name, message, answer)
+            heard = await call(PeerID.from_base58(b.identity.peer_id), name, message, answer)
+        assert heard.results  # the one for whom it was
 
 
 async def test_a_node_has_one_place_which_its_peer_does_not_choose(tmp_path: Path) -> None:
@@ -525,7 +602,12 @@ async def test_a_clock_that_is_off_is_named_when_joining(tmp_path: Path) -> None
         async with P2PDaemon(identity, listen=["127.0.0.1:0"], seeds=[a.address], timeouts=QUICK) as daemon:
             with pytest.raises(JoinError, match="clock is 60 s ahead"):
                 async with KademliaStore(
-                    daemon.p2p, [a.address], mesh_key=KEY, timeouts=QUICK, clock=lambda: time.time() + 60
+                    daemon.p2p,
+                    [a.address],
+                    identity=identity,
+                    mesh_key=KEY,
+                    timeouts=QUICK,
+                    clock=lambda: time.time() + 60,
                 ):
                     pytest.fail("joined")
 
@@ -568,7 +650,7 @@ async def test_a_store_goes_on_though_p2pd_answers_too_late(tmp_path: Path) -> N
     async with (
         one_peer(tmp_path, "a") as (a, _, _),
         P2PDaemon(identity, listen=["127.0.0.1:0"], timeouts=QUICK) as daemon,
-        KademliaStore(daemon.p2p, [a.address], mesh_key=KEY, timeouts=times) as store,
+        KademliaStore(daemon.p2p, [a.address], identity=identity, mesh_key=KEY, timeouts=times) as store,
     ):
         assert await a.put("a", time.time() + TTL_S)
         (child,) = psutil.Process(daemon.pid).children()

@@ -291,16 +291,19 @@ def test_its_logs_are_the_systems() -> None:
     assert logs(SERVICE, follow=True, platform="darwin")[-1] == str(SERVICE.log_file)
 
 
-def test_only_what_was_said_is_written_and_the_file_of_settings_is_passed_on(
+def test_only_what_the_service_does_not_read_itself_is_written_and_the_file_of_settings_is_passed_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MESHCEE_CONFIG", str(tmp_path / "own.toml"))
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    its_own = {"memory": "8GiB", "threads": 2}  # [peer.install], where [peer] has the same memory
     done = CliRunner().invoke(
-        app, ["peer", "install", "--print", "--name", "a"], default_map={"peer": {"install": {"memory": "8GiB"}}}
+        app,
+        ["peer", "install", "--print", "--name", "a"],
+        default_map={"peer": {"memory": "8GiB", "install": its_own}},
     )
     assert done.exit_code == 0, done.output
-    assert "peer --no-lan --name a\n" in done.output
+    assert "peer --no-lan --name a --threads 2\n" in done.output
     assert f"Environment=MESHCEE_CONFIG={tmp_path}/own.toml" in done.output
     assert f"Environment=XDG_CONFIG_HOME={tmp_path}/config\n" in done.output
     monkeypatch.delenv("MESHCEE_CONFIG")

@@ -7,6 +7,7 @@ channels last, in 16 bits, clipped) run in pipelines that are cut alike and diff
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from torch import nn
 
 from meshcee.capture import capture
 from meshcee.equality import why_not_shared
+from meshcee.errors import PlanError
 from meshcee.job import Job
 from meshcee.optim import Optimizer
-from meshcee.stage.plan_checks import why_one_pipeline
+from meshcee.plan import Member, Pipeline, Plan, Stage
+from meshcee.stage.plan_checks import check_generators, why_one_pipeline
 from tests.rig import zoo
 from tests.rig.mesh_fixture import Trained, beside, train
 from tests.rig.reference import reference
@@ -101,6 +104,83 @@ async def test_a_fine_tune_whose_batch_norms_are_frozen(rows: str) -> None:
     job = fine_tuned(ROWS[rows])
     assert why_one_pipeline(capture(job).train) == ""
     assert_equal(await beside_each_other(job, ROWS[rows]), job)
+
+
+class Normed(nn.Module):
+    """Batch norms in training: of one and two dimensions, one module called twice, an input whose memory has gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
+        self.second, self.again = nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6, momentum=0.3)
+        self.gaps = nn.BatchNorm2d(3, affine=False)
+        self.instance = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
+        self.flat = nn.BatchNorm1d(3 * 16)
+        self.head = nn.Linear(3 * 16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        x = self.again(torch.relu(self.again(self.second(x))))
+        x = self.gaps(x[:, ::2])
+        x = self.instance(x)
+        found: torch.Tensor = self.head(self.flat(x.flatten(1)))
+        return found
+
+
+def normed(rows: Sequence[Row], **settings: Any) -> Job:
+    torch.manual_seed(4)
+    data = [(torch.randn(3, 4, 4), i % 5) for i in range(60)]
+    batch_size = MICRO * sum(n for n, _ in rows)
+    settings = {"batch_size": batch_size, "micro_batch_size": MICRO, "steps": 3, "codec": "none", **settings}
+    return Job(
+        model=Normed(), loss=nn.functional.cross_entropy, data=data, optimizer=Optimizer("AdamW", lr=0.01), **settings
+    )
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16", "clip_norm": 0.05}, {"recompute": True}], ids=str)
+async def test_batch_norms_fold_their_statistics_in_order(rows: str, settings: dict[str, Any]) -> None:
+    job = normed(ROWS[rows], **settings)
+    assert why_one_pipeline(capture(job).train) == ""
+    trained = await beside_each_other(job, ROWS[rows])
+    assert any(name.endswith("running_var") for name in trained.state)
+    assert_equal(trained, job)
+
+
+class Counted(nn.Module):
+    """What it writes depends on what it has written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 5)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.mul_(0.9).add_(x.detach().mean(0))
+        found: torch.Tensor = self.linear(x - self.seen)
+        return found
+
+
+def test_other_buffers_that_a_model_writes_keep_to_one_pipeline() -> None:
+    data = [(torch.randn(8), 1)] * 12
+    settings: dict[str, Any] = {
+        "batch_size": 6,
+        "micro_batch_size": 3,
+        "steps": 1,
+        "optimizer": Optimizer("SGD", lr=0.1),
+    }
+    job = Job(model=Counted(), loss=nn.functional.cross_entropy, data=data, **settings)
+    assert "its buffer 'seen'" in why_one_pipeline(capture(job).train)
+
+
+def test_gpus_fold_no_statistics_of_batches() -> None:
+    captured = capture(normed(ROWS["alike"]))
+    half = captured.train.num_blocks
+    whole = Pipeline(2, (Stage(0, half, (Member("a", MICRO),), 1, 1),))
+    plan = Plan(MICRO, (whole, replace(whole, stages=(replace(whole.stages[0], members=(Member("b", MICRO),)),))))
+    check_generators(captured, plan, {"a": "cpu", "b": "cpu"})
+    with pytest.raises(PlanError, match="statistics of batches, on cuda devices"):
+        check_generators(captured, plan, {"a": "cuda", "b": "cuda"})
 
 
 def test_devices_may_share_the_samples_of_a_fine_tune_whose_batch_norms_are_frozen() -> None:

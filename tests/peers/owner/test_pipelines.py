@@ -19,7 +19,7 @@ import structlog.testing
 import torch
 
 from meshcee.capture import capture
-from meshcee.errors import PlanError, ProtocolError
+from meshcee.errors import ProtocolError
 from meshcee.events import Event
 from meshcee.files.home import Home
 from meshcee.job import Job
@@ -122,9 +122,14 @@ async def test_an_evaluation_is_divided(samples: int, micros: list[int]) -> None
     assert [ours.metrics for ours in found.reports] == [theirs.metrics for theirs in alone.reports]
 
 
-async def test_batch_statistics_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"cannot be in several pipelines: its buffer .* in one pipeline"):
-        await train_beside(make_job(), ROWS["two of two stages"][1])
+async def test_batch_statistics_are_those_of_one_pipeline() -> None:
+    micros, rows = ROWS["two of two stages"]
+    job = make_job(batch_size=6 * micros)
+    found, alone = await train_beside(job, rows), await train(job, 2, 6)
+    assert found.losses == alone.losses
+    assert any(name.endswith("running_var") for name in found.state)
+    for name, tensor in alone.state.items():
+        assert torch.equal(found.state[name], tensor), name
 
 
 # -- the sum over the pipelines ----------------------------------------------------------------------------------------

@@ -73,15 +73,14 @@ def test_a_plan_rounds_no_more_than_its_job(codec: str, has: str, way: str) -> N
     check_plan(PLAN, replace(job, codec=codec), captured)
 
 
-def test_several_pipelines_divide_the_batch_and_share_no_statistics() -> None:
+def test_several_pipelines_divide_the_batch() -> None:
     job = mixing_job("", batch_size=12)
     each = (1, [(1, (6,)), (3, (6,))])
     plan = beside(PLAN, each, each)
     check_plan(plan, job, capture(job))
     with pytest.raises(PlanError, match=r"2 micro-batches of 6 samples .* batch_size=6"):
         check_plan(plan, replace(job, batch_size=6), capture(job))
-    job = make_job(batch_size=12)
+    job = make_job(batch_size=12)  # with batch norm
     captured = capture(job)
     each = (1, [(captured.train.num_blocks, (6,))])
-    with pytest.raises(PlanError, match=r"several pipelines: its buffer .* holds statistics"):
-        check_plan(beside(PLAN, each, each), job, captured)
+    check_plan(beside(PLAN, each, each), job, captured)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -236,11 +237,12 @@ async def test_frozen_weights_are_there_for_who_joins_after_the_checkpoint_they_
 
 
 async def test_an_evaluation_at_the_boundary_is_told_once(tmp_path: Path) -> None:
-    job = job_of(eval_data=job_of().data, eval_every=3)
+    job = job_of(eval_data=job_of().data, eval_every=3, metrics={"none": lambda _output, _target: math.nan})
     home, captured = Home(tmp_path), capture(job)
     cut = await crashed(job, home, captured=captured, until=5)
     result = await run(job, home, 2, captured=captured, resume=f"{cut.id}@3")
     assert [step for step, _ in result.metrics] == [2, 5, 8]
+    assert all(math.isnan(metrics["none"]) for _, metrics in result.metrics)  # those of the file as well
     assert [line["step"] for line in cut.reports() if line["metrics"]] == [2, 5, 8]
 
 

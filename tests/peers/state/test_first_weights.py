@@ -21,8 +21,10 @@ from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.optim import Optimizer
 from peers.node.assemble import JoinOptions, join
+from peers.owner import offering
 from peers.state import check_weights, first_weights
 from tests.peers.owner.test_standby import Story, killed
+from tests.rig.reference import reference
 from tests.rig.virtual_time import quiet, run
 
 STEPS, MICRO, CUT_AT = 4, 2, 1
@@ -69,6 +71,33 @@ def test_digests_are_of_what_training_changes_and_of_what_it_does_not() -> None:
     check_weights(seeded, run, again=False)  # copies hold these
     with pytest.raises(UsageError, match=OTHER):
         check_weights(seeded, run, again=True)
+
+
+@pytest.mark.parametrize("until", [None, CUT_AT])
+async def test_frozen_weights_of_a_job_in_bf16_travel_in_16_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: int | None
+) -> None:
+    """A stage rounds them anyway. What is trained has its master in full."""
+    sent: dict[str, torch.dtype] = {}
+
+    class Sender(offering.StateSender):
+        def frames(self, names: Any, **options: Any) -> Any:
+            sent.update({name: self.state[name].dtype for name in names})
+            return super().frames(names, **options)
+
+        def __init__(self, state: Any, *more: Any) -> None:
+            self.state = state
+            super().__init__(state, *more)
+
+    monkeypatch.setattr(offering, "StateSender", Sender)
+    job = replace(job_of(adapters()), precision="bf16", checkpoint_every=1)
+    losses = await trained(job, Home(tmp_path), until=until)
+    if until is not None:
+        sent.clear()
+        losses = await trained(job, Home(tmp_path), resume="last")
+    assert {sent[f"1.{name}"] for name in ("weight", "bias")} == {torch.bfloat16}
+    assert {sent[f"{layer}.weight"] for layer in (0, 2)} == {torch.float32}
+    assert losses == [sum(float(loss) / 2 for loss in step) for step in reference(job).losses]
 
 
 def test_no_weights_are_made_to_know_those_of_which_there_are_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
