@@ -14,17 +14,16 @@ from meshcee.errors import PlanError
 from meshcee.plan import Plan
 from meshcee.stage.statistics import why_not_folded
 
-__all__ = ["check_generators", "check_pipelines", "remarks", "why_one_pipeline"]
+__all__ = ["check_kinds", "check_pipelines", "remarks", "why_one_pipeline"]
 
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 
 
-def check_generators(captured: Capture, plan: Plan, kinds: Mapping[str, str]) -> None:
-    """Raise PlanError where members that draw random numbers are unlike devices: a CPU's numbers are not a GPU's. Also where GPUs
-    would fold statistics of batches.
+def check_kinds(captured: Capture, plan: Plan, kinds: Mapping[str, str]) -> None:
+    """Raise PlanError where results would depend on the kinds of devices, which `kinds` maps peers to.
 
-    `kinds` maps a peer to the kind of its device. A stage that draws nothing may lie anywhere. But the same blocks
-    may not lie on devices of two kinds. Each device applies the same gradients by itself and must end with the same weights.
+    The same blocks may not lie on devices of two kinds: each applies the same gradients and must end with the same weights.
+    Stages that draw random numbers lie on one kind. Where several pipelines fold statistics of batches, devices are CPUs.
     """
     stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
     for stage in stages:
@@ -34,9 +33,13 @@ def check_generators(captured: Capture, plan: Plan, kinds: Mapping[str, str]) ->
                 f"the plan has blocks {stage.first}..{stage.end - 1} on {' and '.join(found)} devices, whose copies of the "
                 "weights would drift apart; give blocks that several devices hold to devices of one kind"
             )
-    for stage in stages if len(plan.pipelines) > 1 else ():
+    for stage in stages:
         written = captured.train.slice(stage.first, stage.end).mutated
-        if written and (kind := next((kinds[peer] for peer in stage.peers if kinds[peer] != "cpu"), "")):
+        if (
+            len(plan.pipelines) > 1
+            and written
+            and (kind := next((kinds[peer] for peer in stage.peers if kinds[peer] != "cpu"), ""))
+        ):
             raise PlanError(
                 f"the plan has several pipelines with {written[0]!r}, statistics of batches, on {kind} devices: only those of CPUs "
                 "are known to be equal to one machine's; put all devices of the plan in one pipeline"

@@ -28,7 +28,7 @@ from meshcee.files import Home, Run, Trouble, disk, number, settled
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Term
 from meshcee.sampling import FED, repeats
-from meshcee.stage import check_generators, remarks
+from meshcee.stage import check_kinds, remarks
 from peers.mesh_view import MeshView
 from peers.owner.diary import Diary, Numbers, next_incarnation, same_threads
 from peers.owner.epoch import Owner, Report, in_doubt
@@ -580,7 +580,7 @@ class Training:
             from peers.owner.adaptation import Adaptation, Newcomers
 
             new = self._newcomers = self._newcomers or Newcomers(self._agent, self._profile, self._request.times)
-            check = partial(check_generators, captured)
+            check = partial(check_kinds, captured)
             self._adaptation = Adaptation(self._agent, self._request, plan, self.result.changes, new, check)
 
         hear = partial(self._hear, going, plan=plan, epoch=epoch)

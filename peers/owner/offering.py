@@ -23,7 +23,7 @@ from meshcee.figures import DeviceProfile
 from meshcee.files.tensor_files import nbytes_of
 from meshcee.job import Job
 from meshcee.plan import Plan
-from meshcee.stage import check_generators
+from meshcee.stage import check_kinds
 from peers.state import Beginning, CopySet, Supplies, state_for
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import SLACK_BYTES, NotFoundError, Offer, StateSender, messages, names_of, while_alive
@@ -169,4 +169,4 @@ def check_members(
         from peers.owner.audit import check_judges
 
         check_judges(plan, devices, names)
-    check_generators(captured, plan, {peer: device.kind for peer, device in devices.items()})
+    check_kinds(captured, plan, {peer: device.kind for peer, device in devices.items()})

@@ -20,7 +20,7 @@ import torch
 from meshcee.capture import capture
 from meshcee.errors import MeshceeError
 from meshcee.job import Job
-from meshcee.stage.plan_checks import check_generators
+from meshcee.stage.plan_checks import check_kinds
 from tests.rig import random_jobs, zoo
 from tests.rig.chain import Chain
 from tests.rig.mesh_fixture import even_plan, train
@@ -45,7 +45,7 @@ def differences(case: str, device: str) -> list[str]:
         stages = min(STAGES, captured.train.num_blocks)
         want = reference(job_of(case), device=device, in_place=True)  # a copy has no strided parameters
         plan = even_plan(captured.train.num_blocks, stages, job.batch_size, job.micro_batch_size)
-        check_generators(captured, plan, dict.fromkeys(plan.peers, torch.device(device).type))
+        check_kinds(captured, plan, dict.fromkeys(plan.peers, torch.device(device).type))
     except (ArithmeticError, RuntimeError, MeshceeError):
         return []  # the plain loop does not run there, or the job is refused
     state = {name: tensor.cpu() for name, tensor in want.state.items()}

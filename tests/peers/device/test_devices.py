@@ -21,7 +21,7 @@ from meshcee.errors import PlanError, UsageError
 from meshcee.figures.profile import DeviceProfile
 from meshcee.job import Job
 from meshcee.optim import Optimizer
-from meshcee.stage.plan_checks import check_generators
+from meshcee.stage.plan_checks import check_kinds
 from peers.node.agent import Agent
 from tests.rig import zoo
 from tests.rig.chain import Chain, split_blocks
@@ -31,9 +31,9 @@ from tests.rig.mesh_fixture import even_plan, grouped
 def test_random_numbers_on_unlike_devices_are_refused() -> None:
     captured = capture(zoo.make("char_gpt"))
     plan = even_plan(captured.train.num_blocks, 3, 8, 2)
-    check_generators(captured, plan, {"p0": "cuda", "p1": "cuda", "p2": "cuda"})
+    check_kinds(captured, plan, {"p0": "cuda", "p1": "cuda", "p2": "cuda"})
     with pytest.raises(PlanError, match=r"random numbers .* on cpu and cuda devices, .*--stages"):
-        check_generators(captured, plan, {"p0": "cuda", "p1": "cpu", "p2": "cuda"})
+        check_kinds(captured, plan, {"p0": "cuda", "p1": "cpu", "p2": "cuda"})
 
 
 def test_dropout_between_the_layers_of_a_recurrent_module_is_refused_on_a_gpu() -> None:
@@ -43,7 +43,7 @@ def test_dropout_between_the_layers_of_a_recurrent_module_is_refused_on_a_gpu() 
         settings = {"batch_size": 2, "micro_batch_size": 2, "steps": 1, "optimizer": Optimizer("SGD", lr=0.1)}
         model = First(nn.GRU(4, 4, layers, dropout=dropout, batch_first=True))
         captured = capture(Job(model=model, loss=nn.functional.mse_loss, data=data, **settings))
-        check_generators(captured, even_plan(captured.train.num_blocks, 1, 2, 2), {"p0": kind})
+        check_kinds(captured, even_plan(captured.train.num_blocks, 1, 2, 2), {"p0": kind})
 
     checked(2, 0.0, "cuda")
     checked(2, 0.3, "cpu")
@@ -68,15 +68,15 @@ class First(nn.Module):
 def test_a_stage_that_draws_nothing_may_lie_anywhere() -> None:
     captured = capture(zoo.make("cnn"))  # one dropout, in the end
     plan = even_plan(captured.train.num_blocks, 3, 8, 2)
-    check_generators(captured, plan, {"p0": "cuda", "p1": "cpu", "p2": "cpu"})
+    check_kinds(captured, plan, {"p0": "cuda", "p1": "cpu", "p2": "cpu"})
 
 
 def test_a_group_of_unlike_devices_is_refused() -> None:
     captured = capture(zoo.make("cnn"))
     plan = grouped(even_plan(captured.train.num_blocks, 2, 8, 2), ((1, 1), (2,)))
-    check_generators(captured, plan, {"p0": "cuda", "p1": "cuda", "p2": "cpu"})
+    check_kinds(captured, plan, {"p0": "cuda", "p1": "cuda", "p2": "cpu"})
     with pytest.raises(PlanError, match=r"blocks 0\.\.\d+ on cpu and cuda devices, whose copies"):
-        check_generators(captured, plan, {"p0": "cuda", "p1": "cpu", "p2": "cpu"})
+        check_kinds(captured, plan, {"p0": "cuda", "p1": "cpu", "p2": "cpu"})
 
 
 async def test_a_mixed_mesh_says_so_before_training(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from meshcee.errors import PlanError
 from meshcee.job import Job
 from meshcee.optim import Optimizer
 from meshcee.plan import Member, Pipeline, Plan, Stage
-from meshcee.stage.plan_checks import check_generators, why_one_pipeline
+from meshcee.stage.plan_checks import check_kinds, why_one_pipeline
 from tests.rig import zoo
 from tests.rig.mesh_fixture import Trained, beside, train
 from tests.rig.reference import reference
@@ -178,9 +178,9 @@ def test_gpus_fold_no_statistics_of_batches() -> None:
     half = captured.train.num_blocks
     whole = Pipeline(2, (Stage(0, half, (Member("a", MICRO),), 1, 1),))
     plan = Plan(MICRO, (whole, replace(whole, stages=(replace(whole.stages[0], members=(Member("b", MICRO),)),))))
-    check_generators(captured, plan, {"a": "cpu", "b": "cpu"})
+    check_kinds(captured, plan, {"a": "cpu", "b": "cpu"})
     with pytest.raises(PlanError, match="statistics of batches, on cuda devices"):
-        check_generators(captured, plan, {"a": "cuda", "b": "cuda"})
+        check_kinds(captured, plan, {"a": "cuda", "b": "cuda"})
 
 
 def test_devices_may_share_the_samples_of_a_fine_tune_whose_batch_norms_are_frozen() -> None:

@@ -406,7 +406,7 @@ async def test_whoever_is_ready_waits_for_a_slow_builder(tmp_path: Path, monkeyp
 async def test_a_later_plan_that_cannot_run_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer's coordinator may plan what the job cannot have, as dropout on devices of two kinds; the next plan may do."""
     home, told, refused = Home(tmp_path), list[Report](), list[Plan]()
-    really = offering.check_generators
+    really = offering.check_kinds
 
     def check(program: Program, plan: Plan, kinds: Mapping[str, str]) -> None:
         really(program, plan, kinds)
@@ -414,7 +414,7 @@ async def test_a_later_plan_that_cannot_run_is_no_end(tmp_path: Path, monkeypatc
             refused.append(plan)
             raise PlanError("the plan draws random numbers (dropout) on cpu and cuda devices")
 
-    monkeypatch.setattr(offering, "check_generators", check)
+    monkeypatch.setattr(offering, "check_kinds", check)
     async with a_mesh(home, 3) as (here, mesh):
 
         def hear(report: Report) -> None:

@@ -161,7 +161,8 @@ async def test_a_libp2p_peer_that_is_no_meshcee_peer_and_one_that_babbles() -> N
         with capture_logs() as logs:
             _, reader, writer = await q.call_binary_stream_handler(p.peer_id, "meshcee/1")
             writer.write(b"x" * 100_000)
-            assert await reader.read() == b""
+            with contextlib.suppress(ConnectionResetError):  # the rest was still under way
+                assert await reader.read() == b""
             await eventually(lambda: bool(logs))
             writer.close()
         assert "not a meshcee frame" in logs[0]["error"]
