@@ -48,12 +48,14 @@ def short(peer_id: str) -> str:
 
 
 HELLO_BYTES = 2048  # of a header that a stranger may make us decode
+FIRST_WINDOW_BYTES = 1 << 20  # that a member may have unread until we have taken its first frame and wait for another
 
 
 class FramedStream(asyncio.BufferedProtocol):
     """base.Stream over an asyncio.Transport, to which it is attached by `attach` or by a protocol factory.
 
-    Until `establish` it lends the small handshake window and accepts no payloads.
+    Until `establish` it lends the small handshake window and accepts no payloads. Then it lends FIRST_WINDOW_BYTES, and the whole
+    window once its first frame was taken and another is awaited. So streams that nobody reads hold little memory.
     """
 
     def __init__(
@@ -112,11 +114,11 @@ class FramedStream(asyncio.BufferedProtocol):
         transport.resume_reading()
 
     def establish(self, purpose: str) -> None:
-        """The handshake succeeded: lend the whole window, and accept payloads."""
+        """The handshake succeeded: lend more, and accept payloads."""
         self.purpose = purpose
         self._decoder.max_payload_bytes = self._limits.payload_bytes
         self._decoder.max_header_bytes = self._limits.header_bytes
-        self._grant(self._incoming.widen(min(self._limits.window_bytes, _MAX_CREDIT)))
+        self._widen(min(self._limits.window_bytes, FIRST_WINDOW_BYTES))
 
     @property
     def max_payload_bytes(self) -> int:
@@ -241,6 +243,10 @@ class FramedStream(asyncio.BufferedProtocol):
         self.sent_bytes += len(data)
         self.transport.write(data)
 
+    def _widen(self, window_bytes: int) -> None:
+        if cost := self._incoming.widen(min(window_bytes, _MAX_CREDIT)):
+            self._grant(cost)
+
     def _grant(self, cost: int) -> None:
         if self._why is None and self.transport is not None:
             self.write_bytes(self._encoder.control(CREDIT, cost))
@@ -250,6 +256,8 @@ class FramedStream(asyncio.BufferedProtocol):
     async def recv(self) -> Frame:
         if self._receiver is not None:
             raise RuntimeError(f"two tasks receive from {self!r}; frames have one order, so only one may")
+        if self._incoming.frames_taken == 1:
+            self._widen(self._limits.window_bytes)
         while not self._inbox:
             if self._error is not None:
                 raise self._error
@@ -262,6 +270,7 @@ class FramedStream(asyncio.BufferedProtocol):
             finally:
                 self._receiver = None
         frame, cost = self._inbox.popleft()
+        self._incoming.frames_taken += not self._incoming.shaking
         self._take(cost)
         return frame
 

@@ -47,6 +47,7 @@ class ReceiveWindow:
         self._owed = 0  # taken, not yet granted
         self._partial = 0  # of the frame in assembly, not yet taken
         self._record_bytes = record_bytes  # by which a sender may overshoot: a head and a chunk
+        self.frames_taken = 0  # since the handshake
         self.shaking = True  # until `widen`: a grant would tell the other side that its payloads are welcome
 
     def arrive(self, cost: int) -> None:
@@ -75,7 +76,8 @@ class ReceiveWindow:
         return grant
 
     def widen(self, window_bytes: int) -> int:
+        # The first grant is never nothing: it opens the way for payloads.
+        grant = max(int(self.shaking), window_bytes - self.window_bytes)
         self.shaking = False
-        grant = max(1, window_bytes - self.window_bytes)  # never nothing: the first grant opens the way for payloads
         self.window_bytes += grant
         return grant

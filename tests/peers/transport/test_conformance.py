@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+from dataclasses import replace
 
 import pytest
 import structlog
@@ -16,6 +17,7 @@ from peers.cli.session import configure_logging
 from peers.transport import bundle, direct, patience
 from peers.transport.base import Frame, Stream, StreamClosed
 from peers.transport.frame import MAX_CHUNK_BYTES
+from peers.transport.stream import FIRST_WINDOW_BYTES
 from tests.peers.transport.harness import KEY, SMALL, echo, eventually, last_words, mesh, pair, same, settled
 
 
@@ -107,6 +109,27 @@ async def test_a_slow_consumer_stops_the_sender(bare: str) -> None:
             stopped_at = await settled(near)
             assert SMALL.window_bytes // 2 < stopped_at <= SMALL.window_bytes + SMALL.chunk_bytes + 64_000
             for index in range(frames):
+                assert (await far.recv()).header["index"] == index
+
+
+async def test_a_stream_lends_its_window_only_once_its_first_frame_was_taken(bare: str) -> None:
+    limits = replace(SMALL, window_bytes=8 << 20)
+    async with mesh(bare, limits=limits) as (a, b):
+        near, far = await pair(a, b)
+
+        async def sender() -> None:
+            for index in range(40):
+                await near.send(Frame("x", {"index": index}, [bytes(512 << 10)]))
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(sender())
+            slack = 2 * limits.chunk_bytes + 64_000
+            assert FIRST_WINDOW_BYTES // 2 < await settled(near) <= FIRST_WINDOW_BYTES + slack
+            assert (await far.recv()).header["index"] == 0
+            assert await settled(near) <= 2 * FIRST_WINDOW_BYTES + slack, "no other is awaited yet"
+            assert (await far.recv()).header["index"] == 1
+            assert await settled(near) > limits.window_bytes
+            for index in range(2, 40):
                 assert (await far.recv()).header["index"] == index
 
 
