@@ -653,7 +653,16 @@ class Attack:
     answer_bytes: int = 4096
 
 
+CONTROL = "no attack, computing alone"  # what the job loses to a process beside it, not to what is done to it
+
+
+async def computing(ground: Ground) -> str:
+    sum(range(100_000))
+    return "computed"
+
+
 ATTACKS: Mapping[str, Attack] = {
+    CONTROL: Attack("stranger", computing, 1),
     "garbage on its ports": Attack("stranger", garbage_on_ports),
     "garbage hellos": Attack("stranger", garbage_hellos),
     "hellos without a certificate": Attack("stranger", hellos_without_certificate),

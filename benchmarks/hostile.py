@@ -9,8 +9,11 @@ them, and whether the job's losses are the plain loop's, bit for bit. Exit code 
 an answer was too large, or a loss differs.
 
 The idea: attackers compute only while this machine has nothing else to do. So what is measured is what attacks make the honest do,
-and not the cores that attackers take from them. One idle peer checks graphs with a worker that does what tests/rig/hostile_work.py
-says: so graphs that crash torch are there without a fault of torch's.
+and not the cores that attackers take from them. They take a little all the same: caches, and the moment until they step back. The
+first row says how much: its attacker computes and attacks nobody. The last line has the other paces as shares of its pace, too.
+
+One idle peer checks graphs with a worker that does what tests/rig/hostile_work.py says: so graphs that crash torch are there
+without a fault of torch's.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ import torch
 
 from benchmarks.arena import Arena
 from benchmarks.attackers import Fault, Ground, Target, attackers, brief
-from benchmarks.attacks import ATTACKS, Attack
+from benchmarks.attacks import ATTACKS, CONTROL, Attack
 from benchmarks.measure import machine
 from meshcee._demo_job import job as demo
 from meshcee.eager import plain
@@ -247,13 +250,17 @@ def as_plain(field: Field) -> tuple[bool, int]:
 
 def summed_up(results: Mapping[str, Mapping[str, Any]], gone: Sequence[str], bugs: Sequence[str]) -> dict[str, Any]:
     paces = {name: result["pace"] for name, result in results.items() if result["pace"] is not None}
+    beside = paces.pop(CONTROL, None)  # somebody who computes
+    attacks = [result for name, result in results.items() if name != CONTROL]
     return {
-        "attacks": len(results),
-        "attempts": sum(result["attempts"] for result in results.values()),
+        "attacks": len(attacks),
+        "attempts": sum(result["attempts"] for result in attacks),
         "crashes": len(gone) + len(bugs) + sum(len(result["bugs"]) for result in results.values()),
         "faults": sum(len(result["faults"]) for result in results.values()),
         "leaks": sum(result["leaks"] for result in results.values()),
         "pace": round(statistics.mean(paces.values()), 3) if paces else None,
+        "pace_beside_computing": beside,
+        "share_of_that": round(statistics.mean(paces.values()) / beside, 3) if paces and beside else None,
         "slower_than_wanted": {name: pace for name, pace in paces.items() if pace < LEAST_PACE},
         "most_grown_mib": max((size for r in results.values() for size in r["grown_mib"].values()), default=0),
         **({"last_bugs": list(bugs)[:3]} if bugs else {}),

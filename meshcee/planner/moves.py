@@ -6,18 +6,18 @@ judged by the best that it can be. A move changes one pipeline, or moves a devic
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from meshcee.planner.chain import Chain, Codecs, Layout, peers_of
-from meshcee.planner.rows import Rows, without
+from meshcee.planner.rows import Row, RowMoves, Rows, without
 
 __all__ = ["SLACKS", "Moves", "all_shifted"]
 
-Row = list[tuple[str, ...]]
-
 SLACKS = ((0.7, 1), (0.7, 2), (0.85, 2), (1.0, 1), (1.0, 2), (1.3, 2), (1.6, 2), (2.0, 2), (3.0, 2))
+HOPEFUL = 1.05  # a row is tried that takes at most this many times as long, by estimates
 BETWEEN = 0.3  # of the moves, where there are several pipelines: from one to another
 
 
@@ -47,16 +47,12 @@ class Moves:
 
     def __init__(self, rows: Rows, codecs: Sequence[str], rng: random.Random) -> None:
         self.rows, self.codecs, self.random = rows, codecs, rng
-        self.workload, self.classes = rows.workload, rows.classes
-        self._free: list[str] = []  # of each class the first device that the layout does not use
+        self.workload = rows.workload
+        self._row_moves = RowMoves(rows, rng)
+        self._used: set[str] = set()  # by the layout
         kinds: list[tuple[int, Callable[[Chain], Chain | None]]] = [
             (6, self._shift),
-            (3, self._swap),
-            (3, self._insert),
-            (3, self._drop),
-            (2, self._replace),
-            (2, self._relocate),
-            (3 if rows.runs.group != 1 else 0, self._regroup),
+            (self._row_moves.weight, self._other_row),
             (4, self._windows),
             (1, self._toggle),
             (2 if len(codecs) > 1 else 0, self._recode),
@@ -71,8 +67,7 @@ class Moves:
         if len(layout) > 1 and drawn < BETWEEN:
             a, b = self.random.sample(range(len(layout)), 2)
             return self._balance(layout, a, b) if self.random.random() < 0.5 else self._hand_over(layout, a, b)
-        used = set(peers_of(layout))
-        self._free = [left[0] for c in self.classes if (left := [p for p in c.peers if p not in used])]
+        self._used = set(peers_of(layout))
         move = self.random.choices(self._kinds, self._weights)[0]
         return self._changed(layout, move)
 
@@ -99,7 +94,7 @@ class Moves:
 
     def _hand_over(self, layout: Layout, a: int, b: int) -> Layout | None:
         """A device of one pipeline to another, as a stage of its own or into a group."""
-        source, target = self._row(layout[a]), self._row(layout[b])
+        source, target = list(self._row(layout[a])), list(self._row(layout[b]))
         j = self.random.randrange(len(source))
         k = self.random.randrange(len(source[j]))
         peer = source[j][k]
@@ -112,7 +107,7 @@ class Moves:
             target[at] = (*target[at], peer)
         else:
             target.insert(at, (peer,))
-        first, second = self._cut(layout[a], source) if source else None, self._cut(layout[b], target)
+        first, second = self._cut(layout[a], tuple(source)) if source else None, self._cut(layout[b], tuple(target))
         if second is None or (source and first is None):
             return None
         changed = [first if i == a else second if i == b else c for i, c in enumerate(layout)]
@@ -171,88 +166,21 @@ class Moves:
     # -- the row changes -------------------------------------------------------------------------------------------
 
     def _row(self, chain: Chain) -> Row:
-        return [s.peers for s in chain.stages]
+        return tuple(s.peers for s in chain.stages)
 
-    def _swap(self, chain: Chain) -> Chain | None:
-        row = self._row(chain)
-        if len(row) < 2:
-            return None
-        i, j = self.random.sample(range(len(row)), 2)
-        if self._same(row[i], row[j]):
-            return None
-        row[i], row[j] = row[j], row[i]
-        return self._cut(chain, row)
-
-    def _relocate(self, chain: Chain) -> Chain | None:
-        row = self._row(chain)
-        if len(row) < 3:
-            return None
-        group = row.pop(self.random.randrange(len(row)))
-        row.insert(self.random.randrange(len(row) + 1), group)
-        return self._cut(chain, row)
-
-    def _drop(self, chain: Chain) -> Chain | None:
-        row = self._row(chain)
-        j = self.random.randrange(len(row))
-        if len(row[j]) > 1 and self.random.random() < 0.5:
-            row[j] = without(row[j], self.random.randrange(len(row[j])))
-        elif len(row) > 1:
-            del row[j]
-        return self._cut(chain, row)
-
-    def _unused(self) -> str | None:
-        return self.random.choice(self._free) if self._free else None
-
-    def _insert(self, chain: Chain) -> Chain | None:
-        peer, row = self._unused(), self._row(chain)
-        if peer is None:
-            return None
-        row.insert(self.random.randrange(len(row) + 1), (peer,))
-        return self._cut(chain, row)
-
-    def _replace(self, chain: Chain) -> Chain | None:
-        peer, row = self._unused(), self._row(chain)
-        j = self.random.randrange(len(row))
-        if peer is None or self._same(row[j], (peer,)):
-            return None
-        gone = self.random.randrange(len(row[j]))
-        row[j] = (*row[j][:gone], peer, *row[j][gone + 1 :])
-        return self._cut(chain, row)
-
-    def _regroup(self, chain: Chain) -> Chain | None:
-        """Two groups become one, one becomes two, members trade places or go over, or an unused device joins."""
-        row = self._row(chain)
-        j = self.random.randrange(len(row))
-        kind = self.random.randrange(5)
-        if kind == 0 and len(row[j]) > 1:
-            at = self.random.randrange(1, len(row[j]))
-            row[j : j + 1] = [row[j][:at], row[j][at:]]
-        elif kind == 1 and j + 1 < len(row):
-            row[j : j + 2] = [row[j] + row[j + 1]]
-        elif kind in (2, 3) and len(row) > 1 and any(len(group) > 1 for group in row):
-            i, j = self.random.sample(range(len(row)), 2)
-            k, m = self.random.randrange(len(row[i])), self.random.randrange(len(row[j]))
-            if kind == 2:
-                mine, theirs = row[i][k], row[j][m]
-                row[i] = (*row[i][:k], theirs, *row[i][k + 1 :])
-                row[j] = (*row[j][:m], mine, *row[j][m + 1 :])
-            else:
-                row[i], row[j] = without(row[i], k), (*row[j], row[i][k])
-                row = [group for group in row if group]
-        else:
-            peer = self._unused()
-            if peer is None:
-                return None
-            row[j] = (*row[j], peer)
-        return self._cut(chain, row)
-
-    def _same(self, a: tuple[str, ...], b: tuple[str, ...]) -> bool:
-        return self.rows.shape((a,)) == self.rows.shape((b,))
+    def _other_row(self, chain: Chain) -> Chain | None:
+        row = self._row_moves.propose(self._row(chain), self._used)
+        return None if row is None else self._cut(chain, row)
 
     def _cut(self, chain: Chain, row: Row) -> Chain | None:
-        """The best cut of the blocks for this row of groups; codecs stay where the row is as long as before."""
+        """The best cut of the blocks for this row of groups; codecs stay where the row is as long as before.
+
+        None also where estimates think that it takes much longer than the row of before.
+        """
         codec = chain.codecs[0].out if chain.codecs else self.codecs[0]
-        found = self.rows.best(tuple(row), chain.micro_batch, codec, chain.num_micro)
+        before = self.rows.best(self._row(chain), chain.micro_batch, codec, chain.num_micro)
+        limit_s = math.inf if before is None else HOPEFUL * before[0]
+        found = self.rows.best(row, chain.micro_batch, codec, chain.num_micro, limit_s)
         if found is None:
             return None
         codecs = chain.codecs if len(chain.codecs) == len(row) - 1 else found[1].codecs

@@ -1,7 +1,8 @@
 """Proposals: what estimates think of, before anything is simulated.
 
 The idea: everything that is looked at by estimate alone: which micro-batch sizes, which rows of groups. Rows begin along walks
-through the regions, and a beam for each micro-batch size improves them. The search simulates the best.
+through the regions. A beam for each micro-batch size improves them, then annealing for the best sizes. The search simulates the
+best.
 
 Several pipelines side by side are made from rows that were judged for one.
 """
@@ -109,7 +110,8 @@ HOPEFUL = 1.15  # pipelines side by side that take this many times as long as th
 LEAST = 2  # candidates of each micro-batch size, and how many at most
 CANDIDATES = 12
 SEVERAL = 4  # layouts of several pipelines, of each micro-batch size
-BEST = 2  # micro-batch sizes that are looked at closely
+BEST = 2  # micro-batch sizes that are looked at closely ...
+ANNEALED = 0.7  # ... for this share of the work by annealing, else by the neighbours of the best
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class Effort:
     """How much is tried."""
 
     rows: int = 36_000_000  # cells of the dynamic programs over rows, all sizes together
-    events: int = 400_000  # of the simulator in the local search; fewer for more than 18 devices
+    events: int = 600_000  # of the simulator in the local search; fewer for more than 18 devices
 
     def times(self, factor: float) -> Effort:
         """The same, with this many times the simulated events."""
@@ -140,7 +142,8 @@ class Proposals:
         begin = self.beginnings()
         narrow = self.sizes()
         middle = narrow[len(narrow) // 2] if narrow else 0
-        broad = len(self.cluster.devices) <= FEW and self.effort.rows >= BROAD_CELLS
+        few = len(self.cluster.devices) <= FEW
+        broad = few and self.effort.rows >= BROAD_CELLS
         beams: list[Beam] = []
         for codec in self.codecs:
             for micro_batch in sorted([*narrow, *self.wide_sizes(narrow)], key=lambda m: m != middle):
@@ -154,7 +157,10 @@ class Proposals:
         for beam in beams:
             beam.run(work // 3 // max(1, len(beams)))
         for beam in best_of(beams, BEST):
-            beam.run(work * 2 // 3 // BEST)
+            part = work * 2 // 3 // BEST
+            annealed = 0 if few else int(ANNEALED * part)
+            beam.run(part - annealed)
+            beam.anneal(annealed)
         ranked: list[tuple[float, Layout]] = []
         beside: list[tuple[float, Layout]] = []
         found: list[Layout] = []

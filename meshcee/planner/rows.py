@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise, permutations
 
@@ -23,7 +23,7 @@ from meshcee.planner.chain import Chain, ChainStage, Codecs, shares
 from meshcee.planner.cut import DeviceClass, Floats, Join, StageTable, Suffix, cut, ladder, ring_of
 from meshcee.planner.rules import Runs
 
-__all__ = ["Beam", "GroupJoin", "Row", "Rows", "best_of", "join_groups", "overlaps"]
+__all__ = ["Beam", "GroupJoin", "Row", "RowMoves", "Rows", "best_of", "join_groups", "overlaps"]
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,106 @@ def without(group: tuple[str, ...], k: int) -> tuple[str, ...]:
     return group[:k] + group[k + 1 :]
 
 
+Groups = list[tuple[str, ...]]  # a row that is being changed
+
+
+class RowMoves:
+    """Draws one change of a row at a time."""
+
+    def __init__(self, rows: Rows, rng: random.Random) -> None:
+        self.rows, self.random = rows, rng
+        self._free: list[str] = []  # of each class the first device that is not used
+        kinds: list[tuple[int, Callable[[Groups], Groups | None]]] = [
+            (3, self._swap),
+            (3, self._insert),
+            (3, self._drop),
+            (2, self._replace),
+            (2, self._relocate),
+            *([(3, self._regroup)] if rows.runs.group != 1 else []),
+        ]
+        self._weights, self._kinds = [w for w, _ in kinds], [f for _, f in kinds]
+        self.weight = sum(self._weights)
+
+    def propose(self, row: Row, used: Collection[str]) -> Row | None:
+        """A row one change away, or None when the drawn change has no meaning here. `used`: devices of this row and others."""
+        self._free = [left[0] for c in self.rows.classes if (left := [p for p in c.peers if p not in used])]
+        move = self.random.choices(self._kinds, self._weights)[0]
+        other = move(list(row))
+        return None if other is None else tuple(other)
+
+    def _swap(self, row: Groups) -> Groups | None:
+        if len(row) < 2:
+            return None
+        i, j = self.random.sample(range(len(row)), 2)
+        if self._same(row[i], row[j]):
+            return None
+        row[i], row[j] = row[j], row[i]
+        return row
+
+    def _relocate(self, row: Groups) -> Groups | None:
+        if len(row) < 3:
+            return None
+        group = row.pop(self.random.randrange(len(row)))
+        row.insert(self.random.randrange(len(row) + 1), group)
+        return row
+
+    def _drop(self, row: Groups) -> Groups | None:
+        j = self.random.randrange(len(row))
+        if len(row[j]) > 1 and self.random.random() < 0.5:
+            row[j] = without(row[j], self.random.randrange(len(row[j])))
+        elif len(row) > 1:
+            del row[j]
+        return row
+
+    def _unused(self) -> str | None:
+        return self.random.choice(self._free) if self._free else None
+
+    def _insert(self, row: Groups) -> Groups | None:
+        if (peer := self._unused()) is None:
+            return None
+        row.insert(self.random.randrange(len(row) + 1), (peer,))
+        return row
+
+    def _replace(self, row: Groups) -> Groups | None:
+        peer = self._unused()
+        j = self.random.randrange(len(row))
+        if peer is None or self._same(row[j], (peer,)):
+            return None
+        gone = self.random.randrange(len(row[j]))
+        row[j] = (*row[j][:gone], peer, *row[j][gone + 1 :])
+        return row
+
+    def _regroup(self, row: Groups) -> Groups | None:
+        """Two groups become one, one becomes two, members trade places or go over, or an unused device joins."""
+        j = self.random.randrange(len(row))
+        kind = self.random.randrange(5)
+        if kind == 0 and len(row[j]) > 1:
+            at = self.random.randrange(1, len(row[j]))
+            row[j : j + 1] = [row[j][:at], row[j][at:]]
+        elif kind == 1 and j + 1 < len(row):
+            row[j : j + 2] = [row[j] + row[j + 1]]
+        elif kind in (2, 3) and len(row) > 1 and any(len(group) > 1 for group in row):
+            i, j = self.random.sample(range(len(row)), 2)
+            k, m = self.random.randrange(len(row[i])), self.random.randrange(len(row[j]))
+            if kind == 2:
+                mine, theirs = row[i][k], row[j][m]
+                row[i] = (*row[i][:k], theirs, *row[i][k + 1 :])
+                row[j] = (*row[j][:m], mine, *row[j][m + 1 :])
+            else:
+                row[i], row[j] = without(row[i], k), (*row[j], row[i][k])
+                row = [group for group in row if group]
+        elif (peer := self._unused()) is not None:
+            row[j] = (*row[j], peer)
+        else:
+            return None
+        return row
+
+    def _same(self, a: tuple[str, ...], b: tuple[str, ...]) -> bool:
+        return self.rows.shape((a,)) == self.rows.shape((b,))
+
+
 HOPELESS = 1.1  # a row that takes this many times as long as the best one is of no use
+HEAT = 0.03  # at the beginning: by how much slower a row may be that is gone on from, in the mean
 Shape = tuple[tuple[int, ...], ...]
 
 
@@ -350,14 +449,13 @@ class Beam:
         self._judged: dict[Shape, tuple[float, Chain, Row]] = {}
         self._seen: set[Shape] = set()
         self._expanded: set[Shape] = set()
-        self._sets: dict[tuple[int, ...], float] = {}  # the best estimate with so many devices of each class
+        self._sets: set[tuple[int, ...]] = set()  # how many devices of each class rows had
         self._random = random.Random(0)
         self._waiting: list[Row] = []  # neighbours that are still to be judged
 
     def judge(self, row: Row) -> None:
         """Estimate a row, unless it was seen or can be of no use."""
-        # in which order a group lists its members changes little, and would fill the beam with one row
-        if (shape := tuple(tuple(sorted(g)) for g in self.rows.shape(row))) in self._seen:
+        if (shape := self._shape(row)) in self._seen:
             return
         self._seen.add(shape)
         counts = self.rows.counts([p for group in row for p in group])
@@ -365,12 +463,19 @@ class Beam:
         limit_s = HOPELESS * self.best_s if counts in self._sets else math.inf
         found = self.rows.best(row, self.micro_batch, self.codec, limit_s=limit_s)
         if found is not None:
-            self._judged[shape] = (*found, row)
-            self.best_s = min(self.best_s, found[0])
-            self._sets[counts] = min(self._sets.get(counts, math.inf), found[0])
+            self._keep(shape, *found, row)
+
+    def _keep(self, shape: Shape, estimate_s: float, chain: Chain, row: Row) -> None:
+        self._judged[shape] = (estimate_s, chain, row)
+        self.best_s = min(self.best_s, estimate_s)
+        self._sets.add(self.rows.counts([p for group in row for p in group]))
+
+    def _shape(self, row: Row) -> Shape:
+        """In which order a group lists its members changes little, and would fill the beam with one row."""
+        return tuple(tuple(sorted(g)) for g in self.rows.shape(row))
 
     def run(self, work: int) -> None:
-        """Go on for so many cells of the dynamic programs over rows."""
+        """Go on to the neighbours of the best rows for so many cells of the dynamic programs over rows."""
         end = self.rows.work + work
         while self.rows.work < end:
             if self._waiting:
@@ -384,6 +489,23 @@ class Beam:
                 self._expanded.add(shape)
                 self._waiting += self.rows.neighbours(row)
             self._random.shuffle(self._waiting)
+
+    def anneal(self, work: int) -> None:
+        """Go on from the best row by single changes, at first also to worse rows, for so many cells of the dynamic programs."""
+        if not self._judged:
+            return
+        moves, begun = RowMoves(self.rows, self._random), self.rows.work
+        now_s, _, now = min(self._judged.values(), key=lambda x: x[0])
+        while (spent := self.rows.work - begun) < work:
+            self.rows.work += WORK_OF_A_ROW
+            row = moves.propose(now, {peer for group in now for peer in group})
+            limit_s = now_s * (1 - HEAT * (1 - spent / work) * math.log(1 - self._random.random()))
+            found = None if row is None else self.rows.best(row, self.micro_batch, self.codec, limit_s=limit_s)
+            if row is not None and found is not None and found[0] <= limit_s:
+                now_s, now = found[0], row
+                self._keep(self._shape(row), *found, row)
+            elif now_s > HOPELESS * self.best_s:
+                now_s, _, now = min(self._judged.values(), key=lambda x: x[0])
 
     def ranked(self) -> list[tuple[float, Chain]]:
         """Everything that was judged, best first."""

@@ -36,6 +36,7 @@ FINALISTS = 6  # simulated whole
 MANY, LEAST_SHARE = 18, 0.2  # devices, beyond which fewer events are simulated, down to this share
 MICROS = 24  # micro-batches simulated of a step; the rest is extrapolated
 SHAKEN, SHAKEN_FROM = 2, 60
+WINDOWS = 0.2  # of the events are for their windows
 TUNED = 8  # rows whose windows are tuned before the best of them are improved
 FAR_BEHIND = 1.08  # a start that is this many times as slow as the best is not worth improving
 CELLS = 200  # of the dynamic program over rows that take as long as one simulated event
@@ -84,14 +85,14 @@ class Search:
         self.events = 0
         begun = self.tuned(ranked, small)
         for layout in begun:
-            self.improve(layout, int(events / 2) // len(begun))
+            self.improve(layout, int(events * (1 - WINDOWS)) // len(begun))
         # windows alone are worth two percent, and no formula knows which: the best rows, their windows shaken
         shaken: dict[object, Layout] = {}
         for _, layout in self.rank(list(self._known))[:SHAKEN_FROM]:
             if len(peers_of(layout)) > 1 and len(shaken) < SHAKEN:
                 shaken.setdefault(self._form(layout), layout)
         for layout in shaken.values():
-            self.improve(layout, int(events / 2) // len(shaken), windows_only=True)
+            self.improve(layout, int(events * WINDOWS) // len(shaken), windows_only=True)
         ranked = self.rank(list(self._known))
         finalists: dict[tuple[Pipeline, ...], Layout] = {}
         for _, layout in ranked:
