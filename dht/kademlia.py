@@ -443,8 +443,8 @@ class _MeshAuthorizer(AuthorizerBase):  # type: ignore[misc]
 
         Nobody's entries go into a node's cache: they would be its whole answer, and hide those that it stores.
         """
-        cached = any(getattr(request, "in_cache", ()))
-        if cached or len(getattr(request, "keys", ())) > MAX_KEYS or not self._proven(request, b"request"):
+        keys, in_cache = getattr(request, "keys", ()), getattr(request, "in_cache", ())
+        if max(len(keys), len(in_cache)) > MAX_KEYS or not self._proven(request, b"request") or any(in_cache):
             return False
         auth, peer = request.auth, request.auth.client_access_token
         if auth.service_public_key != PeerID.from_base58(self._identity.peer_id).to_bytes():

@@ -50,7 +50,7 @@ class Limits:
     payload_bytes: int = 1 << 30  # all payloads of one frame; consumers lower it to what they expect
     payloads: int = 1024  # payloads in a frame
     chunk_bytes: int = 1 << 20  # payloads are written in chunks of this size
-    window_bytes: int = 64 << 20  # unread bytes in flight per stream and direction
+    window_bytes: int = 64 << 20  # unread bytes in flight per stream and direction; of one that came in 1 MiB at first
     graph_bytes: int = 16 << 20
     check_bytes: int = 1 << 30  # of memory for reading and checking one
     check_s: float = 10.0  # of CPU time for that, and 20 s more for each megabyte of it

@@ -72,8 +72,8 @@ def why_one_pipeline(program: Program) -> str:
     """Why a model cannot be in several pipelines side by side; "" where it can."""
     if written := why_not_folded(program.slice(0, program.num_blocks)):
         return (
-            f"its buffer {written!r} is made of all micro-batches in their order, in another way than a batch norm's "
-            "statistics, and each pipeline would have only its own"
+            f"its buffer {written!r} is made of all micro-batches in their order, and each pipeline would have only its own; "
+            "only statistics of batch norms, of inputs that are not transposed, can be put together"
         )
     return ""
 

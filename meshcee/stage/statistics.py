@@ -3,7 +3,8 @@
 The idea: in training, a batch norm writes its running statistics and does not read them. So F goes on without those of earlier
 micro-batches. It notes the statistics of each batch, and `folded` applies the notes in their order to what earlier members had.
 Each operation rounds as the operator's own kernel does on a CPU (found by trial, and tried again before use). Where no such
-rounding is known, the operator's input is kept, and the operator itself is called again.
+rounding is known, the job keeps to one pipeline. Where that shows only while it runs, as with gaps between an input's rows, the
+input is kept, and the operator itself is called again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshcee.capture.graph import Node, Ref, StageSpec, copied
+from meshcee.capture.graph import Node, Ref, StageSpec, Value, copied, is_random
 
 __all__ = ["BatchStatistics", "why_not_folded"]
 
@@ -37,8 +38,23 @@ Note = _Noted | list[Any]  # the arguments of a call that is made again
 
 
 def why_not_folded(spec: StageSpec) -> str:
-    """The first buffer that F writes in another way than a batch norm does; "" where there is none."""
-    return _writes(spec)[1]
+    """The first buffer that F writes in a way that cannot be folded, or only with all inputs kept; "" where there is none."""
+    writes, other = _writes(spec)
+    value_of = {n: given.value for n, given in spec.inputs} | {n: node.value for n, node in spec.nodes}
+    norms = [(node, names[0]) for _, node, names in writes if len(names) == 2]
+    return other or next((name for node, name in norms if not _needs_no_input(node, value_of)), "")
+
+
+def _needs_no_input(node: Node, value_of: Mapping[int, Value]) -> bool:
+    """Whether this norm's statistics can be folded without what they are of; gaps between rows show only when it runs."""
+    if node.operator.name != NORM:
+        return False
+    x, mean = (value_of[arg.index] for arg in (node.args[0], node.args[3]) if isinstance(arg, Ref))
+    assert x.dtype is not None
+    assert mean.dtype is not None
+    ascending = tuple(range(len(x.shape)))
+    last = (0, *ascending[2:], 1) if len(x.shape) in CHANNELS_LAST else ascending
+    return x.order in (ascending, last) and _folds(x.dtype, mean.dtype)
 
 
 def _writes(spec: StageSpec) -> tuple[list[tuple[int, Node, tuple[str, ...]]], str]:
@@ -68,7 +84,7 @@ def _is_norm(node: Node, own: Sequence[int]) -> bool:
 
 def _counts(node: Node) -> bool:
     """Whether it changes a buffer by constants alone, as a batch norm counts its batches."""
-    return node.writes == (0,) and len(node.refs) == 1 and isinstance(node.args[0], Ref)
+    return node.writes == (0,) and len(node.refs) == 1 and isinstance(node.args[0], Ref) and not is_random(node)
 
 
 class BatchStatistics:

@@ -7,6 +7,7 @@ travels back. Each member folds the statistics of its own micro-batches in, in a
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Mapping, Sequence
 
@@ -52,6 +53,14 @@ class ChainStatistics:
         self._done = -1
         self._changed = asyncio.Event()
 
+    @functools.cached_property
+    def _of_types(self) -> dict[torch.dtype, list[str]]:
+        """All buffers of a type travel as one tensor: a frame has a limited number of them."""
+        found: dict[torch.dtype, list[str]] = {}
+        for name in self._names:
+            found.setdefault(self._runner.written[name].dtype, []).append(name)
+        return found
+
     async def run(self, round: int) -> None:
         """After the last F of a step: the stage's written buffers become those of all micro-batches."""
         start_s = time.perf_counter()
@@ -77,11 +86,15 @@ class ChainStatistics:
         sender = {messages.PART: self.before, messages.SUM: self.behind}.get(frame.kind)
         if peer != sender or not self._done < round <= self._done + 2 or (frame.kind, round) in self._arrived:
             raise ProtocolError(f"peer {peer} sent statistics of round {round}, which nobody waits for now")
-        like = [self._runner.written[name] for name in self._names]
-        expected = [(one.dtype, tuple(one.shape)) for one in like]
+        like = {dtype: [self._runner.written[name] for name in names] for dtype, names in self._of_types.items()}
+        expected = [(dtype, (sum(one.numel() for one in ones),)) for dtype, ones in like.items()]
         values = tensors.unpack(need(frame.header, "tensors", list), frame.payloads, expected)
-        made = [torch.empty_like(one).copy_(torch.as_tensor(value)) for one, value in zip(like, values)]
-        self._arrived[frame.kind, round] = dict(zip(self._names, made))
+        found: dict[str, torch.Tensor] = {}
+        for (dtype, names), value in zip(self._of_types.items(), values):
+            parts = torch.split(torch.as_tensor(value), [one.numel() for one in like[dtype]])
+            for name, one, part in zip(names, like[dtype], parts):
+                found[name] = torch.empty_like(one).copy_(part.view(one.shape))
+        self._arrived[frame.kind, round] = found
         self._changed.set()
 
     async def _arrival(self, kind: str, round: int) -> Buffers:
@@ -91,5 +104,5 @@ class ChainStatistics:
         return self._arrived.pop((kind, round))
 
     async def _send(self, peer: str, kind: str, round: int, buffers: Buffers) -> None:
-        values = [buffers[name] for name in self._names]
+        values = [torch.cat([buffers[name].reshape(-1) for name in names]) for names in self._of_types.values()]
         await self._links.send(peer, kind, values, round=round, micro=0, sum=self._number)

@@ -289,7 +289,9 @@ class Endpoint(ABC):
             assert self._group is not None
             self._group.create_task(self._leave(stream))
             came_from = stream.came_from
-            stream = self.make_stream(stream.peer_id, check=False)  # what does not open is not what was sent
+            stream = self.make_stream(
+                stream.peer_id, stream.purpose, check=False
+            )  # what does not open is not what was sent
             stream.came_from = came_from
             bundle.start(stream)
         stream.establish(done)

@@ -48,14 +48,17 @@ def short(peer_id: str) -> str:
 
 
 HELLO_BYTES = 2048  # of a header that a stranger may make us decode
-FIRST_WINDOW_BYTES = 1 << 20  # that a member may have unread until we have taken its first frame and wait for another
+FIRST_WINDOW_BYTES = (
+    1 << 20
+)  # that who opened a stream may have unread until we have taken its first frame and wait for another
 
 
 class FramedStream(asyncio.BufferedProtocol):
     """base.Stream over an asyncio.Transport, to which it is attached by `attach` or by a protocol factory.
 
-    Until `establish` it lends the small handshake window and accepts no payloads. Then it lends FIRST_WINDOW_BYTES, and the whole
-    window once its first frame was taken and another is awaited. So streams that nobody reads hold little memory.
+    Until `establish` it lends the small handshake window and accepts no payloads. Then it lends the whole window; a stream that
+    came in lends FIRST_WINDOW_BYTES until its first frame was taken and another is awaited. So streams that others open, and
+    that nobody reads, hold little memory.
     """
 
     def __init__(
@@ -115,10 +118,10 @@ class FramedStream(asyncio.BufferedProtocol):
 
     def establish(self, purpose: str) -> None:
         """The handshake succeeded: lend more, and accept payloads."""
-        self.purpose = purpose
+        came_in, self.purpose = not self.purpose, purpose
         self._decoder.max_payload_bytes = self._limits.payload_bytes
         self._decoder.max_header_bytes = self._limits.header_bytes
-        self._widen(min(self._limits.window_bytes, FIRST_WINDOW_BYTES))
+        self._widen(min(self._limits.window_bytes, FIRST_WINDOW_BYTES) if came_in else self._limits.window_bytes)
 
     @property
     def max_payload_bytes(self) -> int:

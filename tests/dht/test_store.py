@@ -454,6 +454,10 @@ async def test_one_request_is_for_few_keys_and_few_signatures(tmp_path: Path, mo
         assert len((await find(MAX_KEYS)).results) == MAX_KEYS
         with pytest.raises(P2PHandlerError):
             await find(MAX_KEYS + 1)
+        with pytest.raises(P2PHandlerError):  # a list that nobody needs costs time alone
+            await to_a.rpc_store(
+                dht_pb2.StoreRequest(in_cache=[False] * (MAX_KEYS + 1), peer=protocol.node_info), timeout=3.0
+            )
 
         forged, (kind, _, until, body, signature, shown, _) = (
             DictionaryDHTValue(),

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from meshcee.capture import capture
+from meshcee.config import Limits
 from meshcee.equality import why_not_shared
 from meshcee.errors import PlanError
 from meshcee.job import Job
@@ -114,7 +115,6 @@ class Normed(nn.Module):
         self.first, self.norm = nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6)
         self.second, self.again = nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6, momentum=0.3)
         self.gaps = nn.BatchNorm2d(3, affine=False)
-        self.instance = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
         self.flat = nn.BatchNorm1d(3 * 16)
         self.head = nn.Linear(3 * 16, 5)
 
@@ -122,7 +122,6 @@ class Normed(nn.Module):
         x = torch.relu(self.norm(self.first(x)))
         x = self.again(torch.relu(self.again(self.second(x))))
         x = self.gaps(x[:, ::2])
-        x = self.instance(x)
         found: torch.Tensor = self.head(self.flat(x.flatten(1)))
         return found
 
@@ -161,7 +160,45 @@ class Counted(nn.Module):
         return found
 
 
-def test_other_buffers_that_a_model_writes_keep_to_one_pipeline() -> None:
+class Noisy(nn.Module):
+    """Its buffer is drawn anew by every F."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 5)
+        self.register_buffer("seen", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.seen.normal_()
+        found: torch.Tensor = self.linear(x)
+        return found if self.training else found + self.seen.sum()
+
+
+class Transposed(nn.Module):
+    """A batch norm whose rounding is not known without its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.linear = nn.BatchNorm1d(4), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(self.seen(x.view(-1, 2, 4).transpose(1, 2)).transpose(1, 2).flatten(1))
+        return found
+
+
+class Instances(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.linear = nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.linear(self.seen(x.view(-1, 2, 4)).flatten(1))
+        return found
+
+
+@pytest.mark.parametrize("model", [Counted, Noisy, Transposed, Instances])
+def test_other_buffers_that_a_model_writes_keep_to_one_pipeline(model: type[nn.Module]) -> None:
     data = [(torch.randn(8), 1)] * 12
     settings: dict[str, Any] = {
         "batch_size": 6,
@@ -169,8 +206,20 @@ def test_other_buffers_that_a_model_writes_keep_to_one_pipeline() -> None:
         "steps": 1,
         "optimizer": Optimizer("SGD", lr=0.1),
     }
-    job = Job(model=Counted(), loss=nn.functional.cross_entropy, data=data, **settings)
-    assert "its buffer 'seen'" in why_one_pipeline(capture(job).train)
+    job = Job(model=model(), loss=nn.functional.cross_entropy, data=data, **settings)
+    assert "its buffer 'seen" in why_one_pipeline(capture(job).train)
+
+
+async def test_more_statistics_than_a_frame_has_payloads() -> None:
+    torch.manual_seed(0)
+    many = Limits().payloads // 3 + 1
+    model = nn.Sequential(nn.Linear(8, 2), *(nn.BatchNorm1d(2) for _ in range(many)), nn.Linear(2, 5))
+    data = [(torch.randn(8), i % 5) for i in range(40)]
+    settings: dict[str, Any] = {"batch_size": 8 * MICRO, "micro_batch_size": MICRO, "steps": 1, "codec": "none"}
+    job = Job(model=model, loss=nn.functional.cross_entropy, data=data, optimizer=Optimizer("SGD", lr=0.1), **settings)
+    assert why_one_pipeline(capture(job).train) == ""
+    rows = ((4, (1,)), (4, (1,)))
+    assert_equal(await beside_each_other(job, rows), job)
 
 
 def test_gpus_fold_no_statistics_of_batches() -> None:

@@ -133,6 +133,16 @@ async def test_a_stream_lends_its_window_only_once_its_first_frame_was_taken(bar
                 assert (await far.recv()).header["index"] == index
 
 
+async def test_who_opened_a_stream_need_not_read_signs_of_life(kind: str) -> None:
+    """An owner sends weights for an hour, and reads nothing meanwhile; the member says every two seconds that they come."""
+    async with mesh(kind, limits=replace(SMALL, window_bytes=8 << 20)) as (a, b):
+        near, far = await pair(a, b)
+        async with asyncio.timeout(20):
+            for index in range(1000):
+                await far.send(Frame("pong", {"moved": index}))
+        assert (await near.recv()).header["moved"] == 0
+
+
 async def test_small_frames_count_against_the_window_too(bare: str) -> None:
     async with mesh(bare) as (a, b):
         near, far = await pair(a, b)
