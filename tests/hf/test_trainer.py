@@ -189,11 +189,16 @@ def test_where_the_best_state_is_not_on_the_disk_the_model_has_the_last_weights(
     trainer = Trainer(
         classifier(),
         arguments(
-            tmp_path, **every, load_best_model_at_end=True, metric_for_best_model="falls", greater_is_better=True
+            tmp_path,
+            **every,
+            load_best_model_at_end=True,
+            metric_for_best_model="falls",
+            greater_is_better=True,
+            max_steps=10,
         ),
         train_dataset=reviews(
             40
-        ),  # a slow disk takes some steps' states and not others: two later ones are there in the end
+        ),  # of ten steps a slow disk takes some states and not others: two later ones in the end
         eval_dataset=reviews(4),
         compute_metrics=lambda prediction: {"falls": next(figures)},
         local=1,
