@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 
 import meshcee
 from meshcee.callbacks import Control
+from meshcee.eager import plain_steps
 from meshcee.errors import CaptureError, UsageError
 from meshcee.events import Event
 from meshcee.files import Home
@@ -148,7 +149,7 @@ def test_a_classifier_is_measured_on_the_whole_set_and_its_best_state_comes_back
     assert trainer.job is not None
     start = copy.deepcopy(trainer.model)
     states = {}
-    for done in meshcee.eager.plain_steps(trainer.job):
+    for done in plain_steps(trainer.job):
         states[done.step + 1] = {name: tensor.clone() for name, tensor in done.state_dict.items()}
     trainer.train()
     lines = [line for line in trainer.state.log_history if "eval_loss" in line]
