@@ -59,7 +59,7 @@ __all__ = [
 RUNS = Runs(group=1, pipelines=1, recompute_last=False)
 
 EFFORT = Effort(events=600_000, rows=18_000_000)  # half a second for four devices
-# While a run stands still: a third of the time for six devices. The six testbeds lose 0.4 % at most, and adaptation looks further.
+# While a run stands still: a quarter of the time for six devices. The testbeds lose 2.5 % at most, and adaptation looks further.
 HURRIED = EFFORT.times(1 / 15)
 ROOM_IS_WORTH = 1.25  # times the seconds of a step
 NO_ROOM = "the peers' memory has no room for copies of the state beside the stages: after a loss the job goes back to a checkpoint"

@@ -17,7 +17,7 @@ from meshcee.planner.rows import Row, RowMoves, Rows, without
 __all__ = ["SLACKS", "Moves", "all_shifted"]
 
 SLACKS = ((0.7, 1), (0.7, 2), (0.85, 2), (1.0, 1), (1.0, 2), (1.3, 2), (1.6, 2), (2.0, 2), (3.0, 2))
-HOPEFUL = 1.05  # a row is tried that takes at most this many times as long, by estimates
+PROMISING = 1.05  # a row is tried that takes at most this many times as long, by estimates
 BETWEEN = 0.3  # of the moves, where there are several pipelines: from one to another
 
 
@@ -179,7 +179,7 @@ class Moves:
         """
         codec = chain.codecs[0].out if chain.codecs else self.codecs[0]
         before = self.rows.best(self._row(chain), chain.micro_batch, codec, chain.num_micro)
-        limit_s = math.inf if before is None else HOPEFUL * before[0]
+        limit_s = math.inf if before is None else PROMISING * before[0]
         found = self.rows.best(row, chain.micro_batch, codec, chain.num_micro, limit_s)
         if found is None:
             return None

@@ -289,9 +289,8 @@ class Endpoint(ABC):
             assert self._group is not None
             self._group.create_task(self._leave(stream))
             came_from = stream.came_from
-            stream = self.make_stream(
-                stream.peer_id, stream.purpose, check=False
-            )  # what does not open is not what was sent
+            # What does not open is not what was sent: no checksums.
+            stream = self.make_stream(stream.peer_id, stream.purpose, check=False)
             stream.came_from = came_from
             bundle.start(stream)
         stream.establish(done)

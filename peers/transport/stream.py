@@ -48,9 +48,7 @@ def short(peer_id: str) -> str:
 
 
 HELLO_BYTES = 2048  # of a header that a stranger may make us decode
-FIRST_WINDOW_BYTES = (
-    1 << 20
-)  # that who opened a stream may have unread until we have taken its first frame and wait for another
+FIRST_WINDOW_BYTES = 1 << 20  # lent to who opened a stream until we have taken its first frame and wait for another
 
 
 class FramedStream(asyncio.BufferedProtocol):

@@ -6,7 +6,7 @@ channels last, in 16 bits, clipped) run in pipelines that are cut alike and diff
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -175,30 +175,30 @@ class Noisy(nn.Module):
         return found if self.training else found + self.seen.sum()
 
 
-class Transposed(nn.Module):
-    """A batch norm whose rounding is not known without its input."""
+class Viewed(nn.Module):
+    """A norm whose statistics' rounding is not known without its input."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module, *, transposed: bool = False) -> None:
         super().__init__()
-        self.seen, self.linear = nn.BatchNorm1d(4), nn.Linear(8, 5)
+        self.seen, self.linear, self.transposed = norm, nn.Linear(8, 5), transposed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.linear(self.seen(x.view(-1, 2, 4).transpose(1, 2)).transpose(1, 2).flatten(1))
+        x = x.view(-1, 2, 4)
+        x = self.seen(x.transpose(1, 2)).transpose(1, 2) if self.transposed else self.seen(x)
+        found: torch.Tensor = self.linear(x.flatten(1))
         return found
 
 
-class Instances(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen, self.linear = nn.InstanceNorm1d(2, affine=True, track_running_stats=True), nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.linear(self.seen(x.view(-1, 2, 4)).flatten(1))
-        return found
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "counted": Counted,
+    "random": Noisy,
+    "transposed": lambda: Viewed(nn.BatchNorm1d(4), transposed=True),
+    "instances": lambda: Viewed(nn.InstanceNorm1d(2, affine=True, track_running_stats=True)),
+}
 
 
-@pytest.mark.parametrize("model", [Counted, Noisy, Transposed, Instances])
-def test_other_buffers_that_a_model_writes_keep_to_one_pipeline(model: type[nn.Module]) -> None:
+@pytest.mark.parametrize("model", OTHERS.values(), ids=OTHERS)
+def test_other_buffers_that_a_model_writes_keep_to_one_pipeline(model: Callable[[], nn.Module]) -> None:
     data = [(torch.randn(8), 1)] * 12
     settings: dict[str, Any] = {
         "batch_size": 6,
