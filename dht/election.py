@@ -35,7 +35,7 @@ __all__ = ["Believe", "Election", "Elector", "Looked", "Resigned", "Save", "Save
 log = structlog.get_logger()
 
 MOST_ELECTIONS_MISSED = 1000  # while a peer was cut off
-_Waiting = tuple[float, float]  # since when a peer has had claims that it does not confirm, and when the last was seen
+_Waiting = tuple[float, float]  # for how long a peer has shown claims unconfirmed, and when the last was seen
 # Not the generator that `random` shares: a user's dataset may draw from that one on another thread, and must repeat.
 CHANCE = random.Random()
 MOST_TOLD = 64  # warnings about leaps
@@ -137,6 +137,7 @@ class Election:
         self.own_claim: _Mine | None = None
         self._claim_at_s: float | None = None  # while vacant: when it is our turn
         self._waiting: dict[str, _Waiting] = {}
+        self._looked_s: float | None = None
         self._is_anchored = False  # a claim of this mesh has been believed since the start: terms go on from there
         self.leaps: dict[str, int] = {}  # of the last look: whose claims were passed over, and their counters
 
@@ -216,16 +217,22 @@ class Election:
     def _without_idle(self, claims: Mapping[str, LeaseRecord], now_s: float) -> dict[str, LeaseRecord]:
         """A claim is confirmed within moments, or given up. One that only keeps others from claiming counts for nothing.
 
-        Nor does the next of the same peer, until it confirms one or has been quiet for as long.
+        Nor does the next of the same peer, until it confirms one or has been quiet for as long. Only the time with a claim counts:
+        who has lost an election and withdrawn is free to claim in the next.
         """
+        before_s, self._looked_s = self._looked_s, now_s
         known = {p: x for p, x in self._waiting.items() if now_s - x[1] < self._ttl_s}
         for peer, claim in claims.items():
             if claim.confirmed:
                 known.pop(peer, None)
+            elif peer not in known:
+                known[peer] = (0.0, now_s)
             else:
-                known[peer] = (known.get(peer, (now_s, now_s))[0], now_s)
+                shown_s, last_s = known[peer]
+                is_new = last_s != before_s  # the look before found none: this one counts as what a claim takes
+                known[peer] = (shown_s + (self._confirm_s if is_new else now_s - last_s), now_s)
         self._waiting = known
-        return {p: c for p, c in claims.items() if p not in known or now_s - known[p][0] < self._ttl_s}
+        return {p: c for p, c in claims.items() if p not in known or known[p][0] < self._ttl_s}
 
     def _defend(self, mine: _Mine, now_s: float, others: Mapping[str, LeaseRecord], over: Term) -> list[Command]:
         """We hold or claim: give way to who is before us, else confirm or renew. `over` is the highest term that was held and given
