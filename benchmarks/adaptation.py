@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import adaptation_job, wan
-from benchmarks.lab import Lab, why_not
+from benchmarks.lab import why_not
 from benchmarks.measure import machine, row
 from benchmarks.rehearsal import POOR, REGIONS, SPEEDS, flaps, scenario
-from benchmarks.rivals.launch import WARM, Bed, Run, System, Weather, run
+from benchmarks.rivals.launch import WARM, Bed, Run, Site, System, Weather, run
 from meshcee.errors import MeshceeError, unwrap
 from peers.mesh_view import named
 
@@ -74,7 +74,8 @@ def rows() -> list[Row]:
 def weather_of(factors: Sequence[float]) -> Weather:
     """The lab begins with the first; the next step's holds from the end of the one before."""
 
-    async def change(lab: Lab, done: int) -> None:
+    async def change(place: Site, run: Run) -> None:
+        lab, done = place.lab, len(run.ends_s)
         if done < len(factors) and factors[done] != factors[done - 1]:
             for link in lab.network.links:
                 if link.source != link.target and link.bandwidth_bytes_per_s is not None:

@@ -304,7 +304,7 @@ async def rehearse(
         here.now_s += search_s
         return PLANNER.choose(*asked)
 
-    with mock.patch.object(adaptation, "choose", search):
+    with mock.patch.object(adaptation, "choose", search), mock.patch.object(adaptation, "PROMPT_S", 600.0):
         for step, here.factor in enumerate(factors):
             held_up_s = 0.0
             if following is not None and step == begins:

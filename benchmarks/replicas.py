@@ -87,9 +87,9 @@ async def measure(case: str, form: str, limit_s: float) -> dict[str, Any]:
     }
 
 
-def plain_losses(case: str) -> list[float]:
+def plain_losses(case: str, steps: int = STEPS + WARM) -> list[float]:
     torch.set_num_threads(1)  # as the peers compute
-    return meshcee.plain(replicas_job.made(case), steps=STEPS + WARM).losses
+    return meshcee.plain(replicas_job.made(case), steps=steps).losses
 
 
 async def measure_all(options: argparse.Namespace, data: dict[str, Any]) -> None:

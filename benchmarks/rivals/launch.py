@@ -25,6 +25,7 @@ from benchmarks.lab.network import Network
 from benchmarks.rivals import job as job_file
 from meshcee.errors import MeshceeError
 from meshcee.figures.scenario import Scenario
+from peers.device.emulation.pace import HANG_FILE
 
 __all__ = ["WARM", "Bed", "Meter", "Run", "Site", "System", "Told", "Weather", "in_turn", "run", "run_jobs"]
 
@@ -61,7 +62,7 @@ class System:
     endless: bool = False  # the job has more steps than are run: end it after these
 
 
-Weather = Callable[[Lab, int], Awaitable[None]]  # called with the number of steps that are done
+Weather = Callable[["Site", "Run"], Awaitable[None]]  # called after each step, with what the run has said so far
 Told = Callable[[System, "Run | Exception"], None]  # called when a row is over
 Started = TypeVar("Started")
 
@@ -75,6 +76,7 @@ class Run:
     warm: int = WARM  # steps that are not counted
     ends_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    shares: list[list[int]] = field(default_factory=list)  # by step: micro-batches of each pipeline
     plan: dict[str, Any] | None = None
     names: dict[str, str] = field(default_factory=dict)  # peer id -> host
     plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)  # (steps done before it, plan), all of them
@@ -102,6 +104,11 @@ class Site:
     bed: Bed
     lab: Lab
     folder: Path
+    peers: dict[str, asyncio.subprocess.Process] = field(default_factory=dict)  # of meshcee, by host
+
+    def pace_file(self, host: str) -> Path:
+        """What this file says slows the device of a peer down: see `peers/device/emulation/pace.py`."""
+        return self.folder / f"{host}.pace"
 
     async def start(
         self, host: str, command: Sequence[str], log: str, *, listens: bool = False, **more: str
@@ -251,7 +258,8 @@ async def _peer(place: Site, host: str, flags: Sequence[str]) -> str:
     command = ["meshcee", "peer", "--json", "--name", host, "--device", "cpu", "--threads", "1"]
     command += ["--listen", f"{place.lab.addresses[host]}:0"]
     command += ["--pace-gflops", str(place.bed.speeds_flops_per_s[host] / place.bed.slower / 1e9), *flags]
-    process = await place.start(host, command, host, MESHCEE_HOME=str(place.folder / host))
+    environment = {"MESHCEE_HOME": str(place.folder / host), HANG_FILE: str(place.pace_file(host))}
+    process = place.peers[host] = await place.start(host, command, host, **environment)
     assert process.stdout is not None
     async for line in process.stdout:
         event = json.loads(line)
@@ -280,8 +288,9 @@ async def _train(place: Site, token: str, system: System, steps: int, weather: W
             done = len(result.ends_s)
             if done == before:
                 continue  # a step that was made again
+            result.shares.append(said["shares"])
             if weather is not None:
-                await weather(place.lab, done)
+                await weather(place, result)
             if done == result.warm:
                 await meter.begin()
             if done == steps:  # what is collected afterwards is no part of a step

@@ -8,7 +8,7 @@ from meshcee.adapt.feeding import Feeding
 from meshcee.adapt.paces import Paces
 from meshcee.adapt.rule import SETTLING_STEPS, Adapter, Decision
 from meshcee.adapt.senses import FAST, LASTING_STEPS, SHIFT, Joined, Pair, Senses, Shift, as_shown
-from meshcee.adapt.shares import Shares
+from meshcee.adapt.shares import Shares, evened
 
 __all__ = [
     "FAST",
@@ -25,4 +25,5 @@ __all__ = [
     "Shares",
     "Shift",
     "as_shown",
+    "evened",
 ]

@@ -12,10 +12,11 @@ each change gains, and shares would swing for ever.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from meshcee.plan import Plan
 
-__all__ = ["Shares"]
+__all__ = ["Shares", "evened"]
 
 LEAST_GAIN = 0.04  # of a step
 VARIES = 2.0  # times what paces have varied between two steps
@@ -71,10 +72,23 @@ class Shares:
         return max(pace * (n + c) for pace, n, c in zip(self._paces, counts, self._fill))
 
     def _best(self) -> tuple[int, ...]:
-        """Whole numbers, one at least, that make the last to finish as early as possible: each goes where it is done first."""
-        found = [1] * len(self.counts)
-        for _ in range(sum(self.counts) - len(found)):
-            room = [i for i, n in enumerate(found) if n < self._most[i]]
-            i = min(room, key=lambda i: (self._paces[i] * (found[i] + 1 + self._fill[i]), i))
-            found[i] += 1
-        return tuple(found)
+        return dealt(sum(self.counts), self._paces, self._fill, self._most)
+
+
+def dealt(total: int, paces: Sequence[float], fill: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
+    """Whole numbers, one at least, that make the last to finish as early as possible: each goes where it is done first.
+
+    paces  seconds of a micro-batch; a pipeline takes (n + fill) of them for n
+    """
+    found = [1] * len(paces)
+    for _ in range(total - len(found)):
+        room = [i for i, n in enumerate(found) if n < most[i]]
+        i = min(room, key=lambda i: (paces[i] * (found[i] + 1 + fill[i]), i))
+        found[i] += 1
+    return tuple(found)
+
+
+def evened(plan: Plan, paces: Sequence[float], most: Sequence[int]) -> Plan:
+    """The plan with the shares that steps at such paces would come to."""
+    counts = dealt(sum(p.num_micro for p in plan.pipelines), paces, [0.0] * len(paces), most)
+    return replace(plan, pipelines=tuple(replace(p, num_micro=n) for p, n in zip(plan.pipelines, counts)))

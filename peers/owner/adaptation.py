@@ -33,12 +33,13 @@ from meshcee.adapt import (
     Senses,
     Shift,
     as_shown,
+    evened,
 )
 from meshcee.errors import MeshceeError, PlanError
 from meshcee.events import Event
-from meshcee.figures import BlockTimes, Cluster, JobCosts, LinkProfile, Measured
+from meshcee.figures import BlockTimes, Cluster, JobCosts, LinkProfile, Measured, Workload
 from meshcee.plan import Plan
-from meshcee.planner import choose, situation
+from meshcee.planner import choose, most_micros, situation
 from meshcee.simulator import period_s
 from peers.measure import sound
 from peers.mesh_view import MeshView
@@ -121,6 +122,7 @@ LATE = LASTING_STEPS // 2  # steps that a shift has been there before the one th
 PROBES_EVERY_S = 1.0  # between two looks at what others have probed
 SOUND_STEPS, SOUND_S = 2, 3.0  # at least, between two times that peers are asked to probe links that have sagged
 MOST_SOUNDED = 6  # links at a time
+PROMPT_S = 0.2  # that a step's report waits for a look; a longer one goes on beside the steps
 SEARCH_SHARE = 0.1  # of the time, at most, goes into searching
 CHANGE_SHARE = 0.1  # of the time that is left, at most, may go into a change
 RUNNERS_UP = 2  # kept of each search
@@ -141,6 +143,107 @@ class Change:
     after_s: float | None = None  # and under the new one, once it has run some steps
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What a look is about: the running plan, the other candidates, and what steps and probes have shown when it began.
+
+    calm      the mesh before anything shifted under this plan, the job's costs, and seconds of a step then
+    profiled  devices with new profiles: what older steps showed of them says nothing
+    """
+
+    plan: Plan
+    others: tuple[Plan, ...]
+    request: PlanRequest
+    mesh: Measured
+    compute_s: Mapping[str, float]
+    slow: Mapping[str, float]
+    calm: tuple[Measured, JobCosts, float] | None
+    recent_s: float
+    profiled: Collection[str]
+    cause: tuple[Shift, ...]
+    searches: bool
+    began_s: float
+
+
+@dataclass(frozen=True)
+class _Weather:
+    """What a look has found: other plans, and seconds of a step by each plan's hash."""
+
+    found: list[Plan]
+    seconds: Mapping[str, float]
+
+    def price(self, plan: Plan) -> float:
+        return self.seconds[plan.hash()]
+
+
+class _Looks:
+    """One after another on a thread, beside the steps: a search may take longer than a step, whose report waits for none."""
+
+    def __init__(self, check: Callable[[Plan, Mapping[str, str]], None]) -> None:
+        self._check = check
+        self._paces = Paces()  # the thread's own
+        self.known: _Known | None = None  # of the look that is under way
+        self._running: asyncio.Future[_Weather | None]
+        self.steps = 0  # that nobody has drawn conclusions from
+
+    def begin(self, known: _Known) -> None:
+        self.known = known
+        self._running = asyncio.get_running_loop().run_in_executor(None, self._look, known)
+
+    async def end(self) -> tuple[_Known, _Weather | None] | None:
+        """What has come of it, if it ends soon enough; None: it goes on."""
+        assert self.known is not None
+        done, _ = await asyncio.wait((self._running,), timeout=PROMPT_S)
+        if not done:
+            return None
+        known, self.known = self.known, None
+        return known, self._running.result()
+
+    def _look(self, known: _Known) -> _Weather | None:
+        """Price everything anew under the present figures, and, if asked, search for what is better."""
+        job, mesh, found, plan = known.request.job, known.mesh, list[Plan](), known.plan
+        for peer in known.profiled:
+            self._paces.forget(peer)
+        try:
+            with contextlib.suppress(PlanError):  # a member has gone
+                self._paces.hear(plan, *situation(mesh, job), known.compute_s, known.slow)
+                if (calm := known.calm) is not None:
+                    then = situation(self._paces.applied(calm[0], {}), calm[1])
+                    self._paces.ran(plan, calm[2], period_s(plan, *then))
+            mesh = self._paces.applied(mesh, known.slow)
+            if known.searches:
+                choice, cluster, workload = choose(mesh, job, known.request.stages)
+                found = [choice.best, *choice.runners_up[:RUNNERS_UP]]
+            else:
+                cluster, workload = situation(mesh, job)
+        except PlanError as error:  # it runs, so go on
+            log.info("no other plan", error=str(error))
+            return None
+        kinds = {p: device.kind for p, device in mesh.devices.items()}
+
+        def price(one: Plan) -> float:
+            try:
+                seconds = _evened_s(one, cluster, workload, mesh, job) * self._paces.share(one)
+                if one is plan:  # figures that price it above its own steps are wrong, and no reason to leave it
+                    seconds = min(seconds, known.recent_s)
+                self._check(one, kinds)
+                return seconds
+            except PlanError:  # a peer of it has gone, or is of another kind than the job can do with
+                return math.inf
+
+        return _Weather(found, {one.hash(): price(one) for one in (*found, *known.others, plan)})
+
+
+def _evened_s(plan: Plan, cluster: Cluster, workload: Workload, mesh: Measured, job: JobCosts) -> float:
+    """The period of a plan, whose pipelines have come to the shares that their paces lead to."""
+    seconds = period_s(plan, cluster, workload)
+    if len(plan.pipelines) == 1 or plan.shares_samples:
+        return seconds
+    alone = (replace(plan, pipelines=(p,)) for p in plan.pipelines)
+    paces = [period_s(one, cluster, workload) / one.pipelines[0].num_micro for one in alone]
+    return min(seconds, period_s(evened(plan, paces, most_micros(plan, mesh.devices, job)), cluster, workload))
+
+
 class Adaptation:
     """One job's: make it when its plan begins, call `hear` with every step, `moved` when another plan begins.
 
@@ -159,15 +262,16 @@ class Adaptation:
         self._agent = agent
         self._changes = changes
         self._newcomers = newcomers
-        self._check = check
         self._request = replace(request, job=replace(request.job, micro_batch=plan.micro_batch))
         self._senses = Senses.of(agent.links(plan.peers))
         self._feeding = Feeding(request.feeds, request.job.data_s * request.job.batch_size)
-        self._paces = Paces()
+        self._looks = _Looks(check)
+        self._profiled: set[str] = set()  # since the last look
         self._plan = plan
         self._change: Change | None = None  # to the next plan or the running one, until its steps tell what it gained
         self._adapter: Adapter | None = None  # none is needed while nothing has changed
         self._shifts: list[Shift] = []
+        self._is_news = False  # whether anything was told since the last look
         self._search_at_s = self._probes_at_s = self._sound_at_s = -math.inf
         self._cluster: Cluster | None = None
         self._crossed: set[Pair] = set()  # by the last step
@@ -283,29 +387,75 @@ class Adaptation:
         joined = self._newcomers.look(self._plan.peers)
         for shift in joined:
             self._senses.forget(shift.peer)
-            self._paces.forget(shift.peer)
-        told += joined
-        self._shifts += told
+            self._profiled.add(shift.peer)
+        self._shifts += (told := [*told, *joined])
+        self._looks.steps += steps
+        self._is_news = self._is_news or bool(told)
+        if self._looks.known is None and not self._begin_look(left_s):
+            return self._observed(None)
+        if (ended := await self._looks.end()) is None:
+            return None
+        known, weather = ended
+        if known.searches:
+            now_s = self._agent.monotonic()
+            self._search_at_s = now_s + (now_s - known.began_s) / SEARCH_SHARE
+        if known.plan is not self._plan:  # which has changed meanwhile: what was asked is open
+            self._shifts[:0] = known.cause if known.searches else ()
+            self._is_news = True
+            return self._observed(None)
+        self._cause = list(known.cause)
+        if weather is not None:
+            self._hear_weather(weather)
+        return self._observed(weather)
+
+    def _begin_look(self, left_s: float) -> bool:
+        """Whether there is reason for one."""
         pays = self._changing_s < CHANGE_SHARE * left_s
         searches = bool(self._shifts) and pays and self._agent.monotonic() >= self._search_at_s
-        looks = searches or (bool(told) and self._adapter is not None)
-        if looks:
-            self._cause = list(self._shifts)
-            known = self._measured(), self._senses.compute_s, dict(self._senses.slow)
-            calm = None if self._calm_s is None else (*self._begun, self._calm_s)
-            self._calm_s = None
-            began_s = self._agent.monotonic()
-            await asyncio.to_thread(self._look, *known, calm, search=searches)
-            if searches:
-                self._shifts = []
-                now_s = self._agent.monotonic()
-                self._search_at_s = now_s + (now_s - began_s) / SEARCH_SHARE
+        if not searches and (not self._is_news or self._adapter is None):
+            return False
+        calm = None if self._calm_s is None else (*self._begun, self._calm_s)
+        known = _Known(
+            self._plan,
+            tuple(self._adapter.plans) if self._adapter is not None else (),
+            self._request,
+            self._measured(),
+            self._senses.compute_s,
+            dict(self._senses.slow),
+            calm,
+            self._recent_s,
+            self._profiled,
+            tuple(self._shifts),
+            searches,
+            self._agent.monotonic(),
+        )
+        self._profiled, self._calm_s, self._is_news = set(), None, False
+        if searches:
+            self._shifts = []
+        self._looks.begin(known)
+        return True
+
+    def _hear_weather(self, weather: _Weather) -> None:
+        if self._adapter is None:
+            # Settling is reckoned in steps before the change of weather. What the beginning of an epoch took beyond that
+            # went into moving state.
+            predicted = self._plan.predicted
+            undisturbed_s = predicted.step_s if predicted is not None else weather.price(self._plan)
+            settle_s = SETTLING_STEPS * undisturbed_s
+            self._adapter = Adapter(
+                self._plan, weather.price, lambda a, b: max(0.0, self._changing_s - settle_s), settle_s=settle_s
+            )
+        self._adapter.weather(weather.price, weather.found)
+
+    def _observed(self, looked: _Weather | None) -> Decision | None:
+        """What the steps since the last time lead to, under the weather that is known."""
+        steps, self._looks.steps = self._looks.steps, 0
         if self._adapter is None:
             return None
         decision = self._adapter.observe(steps)
         if decision.plan is not self._plan:
             return decision
-        if looks:
+        if looked is not None:
             log.info(Event.PLAN_STAYS, **self._told(decision))
         return None
 
@@ -359,53 +509,3 @@ class Adaptation:
                 self._senses.assume(pair, rate)
             links[pair] = as_shown(link, self._senses.rates[pair]) if pair in self._senses.rates else link
         return links
-
-    def _look(
-        self,
-        mesh: Measured,
-        compute_s: Mapping[str, float],
-        slow: Mapping[str, float],
-        calm: tuple[Measured, JobCosts, float] | None,
-        *,
-        search: bool,
-    ) -> None:
-        """Price everything anew under the present figures, and, if asked, search for what is better.
-
-        calm  the mesh before anything shifted under this plan, the job's costs, and seconds of a step then
-        """
-        found: list[Plan] = []
-        try:
-            with contextlib.suppress(PlanError):  # a member has gone
-                self._paces.hear(self._plan, *situation(mesh, self._request.job), compute_s, slow)
-                if calm is not None:
-                    then = situation(self._paces.applied(calm[0], {}), calm[1])
-                    self._paces.ran(self._plan, calm[2], period_s(self._plan, *then))
-            mesh = self._paces.applied(mesh, slow)
-            if search:
-                choice, cluster, workload = choose(mesh, self._request.job, self._request.stages)
-                found = [choice.best, *choice.runners_up[:RUNNERS_UP]]
-            else:
-                cluster, workload = situation(mesh, self._request.job)
-        except PlanError as error:  # it runs, so go on
-            log.info("no other plan", error=str(error))
-            return
-
-        def price(plan: Plan) -> float:
-            try:
-                seconds = period_s(plan, cluster, workload) * self._paces.share(plan)
-                if plan is self._plan:  # figures that price it above its own steps are wrong, and no reason to leave it
-                    seconds = min(seconds, self._recent_s)
-                self._check(plan, {p: device.kind for p, device in mesh.devices.items()})
-                return seconds
-            except PlanError:  # a peer of it has gone, or is of another kind than the job can do with
-                return math.inf
-
-        if self._adapter is None:
-            # Settling is reckoned in steps before the change of weather. What the beginning of an epoch took beyond that
-            # went into moving state.
-            undisturbed_s = self._plan.predicted.step_s if self._plan.predicted is not None else price(self._plan)
-            settle_s = SETTLING_STEPS * undisturbed_s
-            self._adapter = Adapter(
-                self._plan, price, lambda a, b: max(0.0, self._changing_s - settle_s), settle_s=settle_s
-            )
-        self._adapter.weather(price, found)

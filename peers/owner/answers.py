@@ -57,6 +57,7 @@ class Report:
     bound_share: float | None = None
     crossed_bytes: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    shares: tuple[int, ...] = ()  # micro-batches that each pipeline computed
     codecs: Mapping[str, Measured] = field(default_factory=dict)  # by boundary and direction: "0->1" or "1->0"
     observed: Observed = field(default_factory=Observed)
 

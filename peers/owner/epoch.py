@@ -400,6 +400,7 @@ class Owner:
                 round = await self._trace.ask(round, [link.outbox for link in self._links])
             if self._shares is not None and len(fed) == 2:
                 await fed[0].complete.wait()  # a sum parts the steps anyway, and shares follow what a step has shown
+                self._move_shares(self._shares, fed[0])
             counts = self._shares.counts if self._shares is not None else ()
             portions, shared_s = await self.in_users_thread(_timed, feed.portions, round, self.plan, counts)
             answers = Answers(round, len(self._links), portions, data_s=took_s + shared_s)  # targets may have been read
@@ -577,23 +578,24 @@ class Owner:
                 tokens_per_s=None if weight is None else weight / step_s,
                 bound_share=None if predicted is None else predicted.lower_bound_s / step_s,
                 crossed_bytes=sum(found.wire_bytes for found in answers.codecs.values()),
+                shares=tuple(portion.round.num_micro for portion in answers.portions),
                 codecs={f"{stage}->{target}": found for (stage, target), found in answers.codecs.items()},
                 observed=answers.as_planned(self.plan, reads_ahead=self._job.workers > 0),
             )
             codecs.hear(answers)
-            if self._shares is not None:
-                self._move_shares(self._shares, answers)
             if not feed.evaluates_after(answers.round.step):
                 await self._tell(feed, report, held)
 
     def _move_shares(self, shares: Shares, answers: Answers) -> None:
         """The next steps' micro-batches go to the pipelines by what this step showed of them."""
+        if answers.round.forward_only:
+            return
         seconds = [0.0] * len(self.plan.pipelines)
         for link in self._links:
             run_s = float(answers.applied[link.peer_id]["seconds"].get("run", 0.0))
             seconds[link.place.pipeline] = max(seconds[link.place.pipeline], run_s)
         if shares.hear([portion.round.num_micro for portion in answers.portions], seconds):
-            log.info(Event.SHARES, step=answers.round.step, shares=shares.counts)
+            log.info(Event.SHARES, step=answers.round.step, shares=shares.counts, took_s=seconds)
 
     async def _tell(self, feed: Feed, report: Callable[[Report], Awaitable[None]], what: Report) -> None:
         await report(what)

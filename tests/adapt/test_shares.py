@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshcee.adapt import Shares
+from meshcee.adapt import Shares, evened
 from meshcee.plan import Member, Pipeline, Plan, Stage
 
 
@@ -71,6 +71,13 @@ def test_nobody_gets_more_than_there_is_memory_for() -> None:
     fixed = Shares(plan_of((4, 4), (1, 1)))  # nobody has said how much memory there is
     assert not fixed.hear((4, 4), (40.0, 4.0))
     assert fixed.counts == (4, 4)
+
+
+def test_a_plan_is_priced_with_the_shares_that_its_paces_lead_to() -> None:
+    plan = plan_of([8, 8, 8], [1, 2, 1])
+    assert [p.num_micro for p in evened(plan, [2.0, 1.0, 1.0], [24] * 3).pipelines] == [4, 10, 10]
+    assert [p.num_micro for p in evened(plan, [2.0, 1.0, 1.0], [24, 24, 9]).pipelines] == [5, 10, 9]
+    assert evened(plan, [1.0] * 3, [24] * 3) == plan
 
 
 def test_a_step_of_which_nothing_was_heard_moves_nothing() -> None:

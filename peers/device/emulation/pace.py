@@ -29,16 +29,18 @@ HANG_FILE = (
 
 @dataclass(frozen=True)
 class _MayHang(Pace):
-    """Once the file exists, no call to the device ends any more; the peer itself answers."""
+    """While the file exists, work takes as many times as long as it says; with an empty one no call to the device ends."""
 
     file: Path = Path()
 
     def seconds(self, flops: float) -> float:
-        return math.inf if self.file.exists() else super().seconds(flops)
+        if not self.file.exists():
+            return super().seconds(flops)
+        return float(self.file.read_text() or math.inf) * super().seconds(flops)
 
 
 def paced(speed_flops_per_s: float) -> Pace:
-    """A device of this speed, on real links. It may hang where MESHCEE_HANG_FILE names a file."""
+    """A device of this speed, on real links. It may hang, or be slowed down, where MESHCEE_HANG_FILE names a file."""
     file = os.environ.get(HANG_FILE)
     return _MayHang(speed_flops_per_s, file=Path(file)) if file else Pace(speed_flops_per_s)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -52,6 +53,7 @@ from meshcee.simulator import period_s
 from peers.device.compute import Pace
 from peers.measure.sounding import sound
 from peers.node.assemble import QUICK, InProcess, JoinOptions
+from peers.owner import adaptation
 from peers.owner.adaptation import Adaptation, Change, Newcomers
 from peers.owner.job_run import Result
 from peers.planning.coordinator import PlanRequest
@@ -566,6 +568,12 @@ def test_a_device_whose_feeding_link_nobody_knows_is_priced_as_the_slowest_that_
     assert priced_s({"near-1": AT_HAND}) == nothing_s
 
 
+@pytest.fixture(autouse=True)
+def _looks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However busy this machine is, so that steps decide and not its clock."""
+    monkeypatch.setattr(adaptation, "PROMPT_S", 600.0)
+
+
 async def sagging(
     told_s: float, read_s: float, steps: int = 40, can_move: Callable[[int], bool] = lambda step: True
 ) -> tuple[Plan, Plan | None, list[Any]]:
@@ -621,6 +629,61 @@ async def test_a_change_that_could_not_be_made_after_one_step_is_made_after_the_
         assert (await sagging(0.0, 0.0, can_move=can_move))[1] is not None
         asked.append(steps[-1])
     assert asked[1] == asked[0] + 1
+
+
+async def test_reports_do_not_wait_for_a_long_search_and_its_plan_comes_with_a_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The look of a plan that has changed meanwhile counts for nothing, and what made it necessary is looked at anew."""
+    monkeypatch.setattr(adaptation, "PROMPT_S", 0.0)
+    ready, looks = threading.Event(), 0
+
+    def slow(*asked: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        assert ready.wait(60)
+        return period_s(*asked)
+
+    monkeypatch.setattr(adaptation, "period_s", slow)
+    plan, changes, here = fresh(1.0), list[Change](), FakeMesh(Played([1.0]), True, 1.0)
+    newcomers = Newcomers(cast(Any, here), here.profiles, profiles({}))
+    adapter = Adaptation(
+        cast(Any, here), PlanRequest(costs()), plan, changes, newcomers, check=lambda plan, kinds: None
+    )
+    here.now_s += CHANGE_S
+
+    async def step(number: int, plan: Plan, factor: float) -> Plan | None:
+        seconds = step_s(plan, factor)
+        here.pass_by(seconds)
+        return await adapter.hear(report_of(number, 400, plan, seconds, factor), can_move=True)
+
+    for number in range(30):
+        assert await step(number, plan, 1.0 if number < 12 else POOR) is None
+    assert looks == 1, "one at a time"
+    ready.set()
+    found = None
+    while found is None and number < 60:
+        await asyncio.sleep(0.1)  # the thread gets on
+        found = await step(number := number + 1, plan, POOR)
+    assert found is not None
+    assert found.peers != plan.peers
+
+    ready.clear()
+    before = looks
+    while looks == before and number < 100:
+        await asyncio.sleep(0.01)
+        number += 1
+        assert await step(number, plan, 1.0) in (None, found)
+    assert looks == before + 1
+    assert adapter.moved(found, here.now_s)
+    ready.set()
+    with capture_logs() as logged:
+        while not logged and number < 140:
+            await asyncio.sleep(0.1)
+            number += 1
+            assert await step(number, found, 1.0) in (None, plan)
+    assert looks > before + 3, "it was looked at anew"
+    assert logged[-1]["event"] in (Event.PLAN_STAYS, Event.PLAN_CHANGES)
 
 
 async def test_a_change_that_did_not_pay_before_the_end_keeps_no_later_one_from_it() -> None:
