@@ -15,7 +15,7 @@ SLACK = 2  # a listed figure may be so much above what stands
 OVER: dict[str, tuple[int, int]] = {  # attributes and parameters, or 0 where a figure is within its limit
     "peers/owner/job_run.py:Training": (40, 0),
     "peers/owner/epoch.py:Owner": (33, 15),
-    "peers/owner/adaptation.py:Adaptation": (29, 0),
+    "peers/owner/adaptation.py:Adaptation": (32, 0),
     "peers/transport/stream.py:FramedStream": (24, 0),
     "meshcee/stage/runner.py:StageRunner": (23, 0),
     "dht/directory.py:Directory": (24, 0),

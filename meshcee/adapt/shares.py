@@ -19,6 +19,7 @@ from meshcee.plan import Plan
 __all__ = ["Shares", "evened"]
 
 LEAST_GAIN = 0.04  # of a step
+LEAST_S = 1e-9  # of a pipeline's step; members may say what they like
 VARIES = 2.0  # times what paces have varied between two steps
 FORGETS = 0.8  # of how much they varied, each step
 CLOSE = 0.5  # micro-batches, by which a first passage may seem shorter or longer than it can be
@@ -44,7 +45,7 @@ class Shares:
 
         Returns whether the shares of the next steps are others.
         """
-        if any(s <= 0 for s in seconds):
+        if any(s < LEAST_S for s in seconds):
             return False
         self._learn(tuple(zip(counts, seconds)))
         before, self._paces = self._paces, tuple(s / (n + c) for s, n, c in zip(seconds, counts, self._fill))

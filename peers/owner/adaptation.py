@@ -15,7 +15,7 @@ import contextlib
 import math
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -162,15 +162,15 @@ class _Known:
     profiled: Collection[str]
     cause: tuple[Shift, ...]
     searches: bool
-    began_s: float
 
 
 @dataclass(frozen=True)
 class _Weather:
-    """What a look has found: other plans, and seconds of a step by each plan's hash."""
+    """What a look has found: other plans, and seconds of a step by each plan's hash; nothing where no plan is possible."""
 
-    found: list[Plan]
-    seconds: Mapping[str, float]
+    found: list[Plan] = field(default_factory=list)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    took_s: float = 0.0
 
     def price(self, plan: Plan) -> float:
         return self.seconds[plan.hash()]
@@ -179,28 +179,29 @@ class _Weather:
 class _Looks:
     """One after another on a thread, beside the steps: a search may take longer than a step, whose report waits for none."""
 
-    def __init__(self, check: Callable[[Plan, Mapping[str, str]], None]) -> None:
+    def __init__(self, check: Callable[[Plan, Mapping[str, str]], None], clock: Callable[[], float]) -> None:
         self._check = check
-        self._paces = Paces()  # the thread's own
+        self._clock = clock
+        self._paces = Paces()  # the thread's own, as are
+        self._most: dict[str, tuple[int, ...]] = {}  # by plan: micro-batches that its pipelines have memory for
         self.known: _Known | None = None  # of the look that is under way
-        self._running: asyncio.Future[_Weather | None]
-        self.steps = 0  # that nobody has drawn conclusions from
+        self._running: asyncio.Future[_Weather]
 
     def begin(self, known: _Known) -> None:
         self.known = known
         self._running = asyncio.get_running_loop().run_in_executor(None, self._look, known)
 
-    async def end(self) -> tuple[_Known, _Weather | None] | None:
-        """What has come of it, if it ends soon enough; None: it goes on."""
-        assert self.known is not None
-        done, _ = await asyncio.wait((self._running,), timeout=PROMPT_S)
+    async def end(self, within_s: float) -> _Weather | None:
+        """What has come of it; None: it goes on."""
+        done, _ = await asyncio.wait((self._running,), timeout=within_s)
         if not done:
             return None
-        known, self.known = self.known, None
-        return known, self._running.result()
+        self.known = None
+        return self._running.result()
 
-    def _look(self, known: _Known) -> _Weather | None:
+    def _look(self, known: _Known) -> _Weather:
         """Price everything anew under the present figures, and, if asked, search for what is better."""
+        began_s = self._clock()
         job, mesh, found, plan = known.request.job, known.mesh, list[Plan](), known.plan
         for peer in known.profiled:
             self._paces.forget(peer)
@@ -208,8 +209,8 @@ class _Looks:
             with contextlib.suppress(PlanError):  # a member has gone
                 self._paces.hear(plan, *situation(mesh, job), known.compute_s, known.slow)
                 if (calm := known.calm) is not None:
-                    then = situation(self._paces.applied(calm[0], {}), calm[1])
-                    self._paces.ran(plan, calm[2], period_s(plan, *then))
+                    then = self._paces.applied(calm[0], {})
+                    self._paces.ran(plan, calm[2], self._evened_s(plan, *situation(then, calm[1]), then, calm[1]))
             mesh = self._paces.applied(mesh, known.slow)
             if known.searches:
                 choice, cluster, workload = choose(mesh, job, known.request.stages)
@@ -218,12 +219,12 @@ class _Looks:
                 cluster, workload = situation(mesh, job)
         except PlanError as error:  # it runs, so go on
             log.info("no other plan", error=str(error))
-            return None
+            return _Weather(took_s=self._clock() - began_s)
         kinds = {p: device.kind for p, device in mesh.devices.items()}
 
         def price(one: Plan) -> float:
             try:
-                seconds = _evened_s(one, cluster, workload, mesh, job) * self._paces.share(one)
+                seconds = self._evened_s(one, cluster, workload, mesh, job) * self._paces.share(one)
                 if one is plan:  # figures that price it above its own steps are wrong, and no reason to leave it
                     seconds = min(seconds, known.recent_s)
                 self._check(one, kinds)
@@ -231,17 +232,19 @@ class _Looks:
             except PlanError:  # a peer of it has gone, or is of another kind than the job can do with
                 return math.inf
 
-        return _Weather(found, {one.hash(): price(one) for one in (*found, *known.others, plan)})
+        plans = {one.hash(): one for one in (*found, *known.others, plan)}
+        return _Weather(found, {key: price(one) for key, one in plans.items()}, self._clock() - began_s)
 
-
-def _evened_s(plan: Plan, cluster: Cluster, workload: Workload, mesh: Measured, job: JobCosts) -> float:
-    """The period of a plan, whose pipelines have come to the shares that their paces lead to."""
-    seconds = period_s(plan, cluster, workload)
-    if len(plan.pipelines) == 1 or plan.shares_samples:
-        return seconds
-    alone = (replace(plan, pipelines=(p,)) for p in plan.pipelines)
-    paces = [period_s(one, cluster, workload) / one.pipelines[0].num_micro for one in alone]
-    return min(seconds, period_s(evened(plan, paces, most_micros(plan, mesh.devices, job)), cluster, workload))
+    def _evened_s(self, plan: Plan, cluster: Cluster, workload: Workload, mesh: Measured, job: JobCosts) -> float:
+        """The period of a plan, whose pipelines have come to the shares that their paces lead to."""
+        seconds = period_s(plan, cluster, workload)
+        if len(plan.pipelines) == 1 or plan.shares_samples:
+            return seconds
+        if (most := self._most.get(plan.hash())) is None:
+            most = self._most[plan.hash()] = most_micros(plan, mesh.devices, job)
+        alone = (replace(plan, pipelines=(p,)) for p in plan.pipelines)
+        paces = [period_s(one, cluster, workload) / one.pipelines[0].num_micro for one in alone]
+        return min(seconds, period_s(evened(plan, paces, most), cluster, workload))
 
 
 class Adaptation:
@@ -265,13 +268,16 @@ class Adaptation:
         self._request = replace(request, job=replace(request.job, micro_batch=plan.micro_batch))
         self._senses = Senses.of(agent.links(plan.peers))
         self._feeding = Feeding(request.feeds, request.job.data_s * request.job.batch_size)
-        self._looks = _Looks(check)
+        self._looks = _Looks(check, agent.monotonic)
         self._profiled: set[str] = set()  # since the last look
         self._plan = plan
         self._change: Change | None = None  # to the next plan or the running one, until its steps tell what it gained
         self._adapter: Adapter | None = None  # none is needed while nothing has changed
         self._shifts: list[Shift] = []
         self._is_news = False  # whether anything was told since the last look
+        self._steps = self._late_steps = (
+            0  # that the adapter has not observed: under the weather of a look, and of the next one
+        )
         self._search_at_s = self._probes_at_s = self._sound_at_s = -math.inf
         self._cluster: Cluster | None = None
         self._crossed: set[Pair] = set()  # by the last step
@@ -389,24 +395,36 @@ class Adaptation:
             self._senses.forget(shift.peer)
             self._profiled.add(shift.peer)
         self._shifts += (told := [*told, *joined])
-        self._looks.steps += steps
         self._is_news = self._is_news or bool(told)
+        if self._looks.known is not None and self._is_news:
+            self._late_steps += steps  # the look that is under way knows nothing of their weather
+        else:
+            self._steps += steps
         if self._looks.known is None and not self._begin_look(left_s):
             return self._observed(None)
-        if (ended := await self._looks.end()) is None:
+        known = self._looks.known
+        assert known is not None
+        try:
+            weather = await self._looks.end(max(PROMPT_S, SEARCH_SHARE * self._recent_s))
+        except MeshceeError:
+            self._ask_again(known)
+            raise
+        if weather is None:
             return None
-        known, weather = ended
         if known.searches:
-            now_s = self._agent.monotonic()
-            self._search_at_s = now_s + (now_s - known.began_s) / SEARCH_SHARE
-        if known.plan is not self._plan:  # which has changed meanwhile: what was asked is open
-            self._shifts[:0] = known.cause if known.searches else ()
-            self._is_news = True
+            self._search_at_s = self._agent.monotonic() + weather.took_s / SEARCH_SHARE
+        if known.plan is not self._plan:  # which has changed meanwhile
+            self._ask_again(known)
             return self._observed(None)
         self._cause = list(known.cause)
-        if weather is not None:
-            self._hear_weather(weather)
+        self._hear_weather(weather)
         return self._observed(weather)
+
+    def _ask_again(self, known: _Known) -> None:
+        """Nothing has come of this look, so what made it necessary is open."""
+        self._shifts[:0] = known.cause if known.searches else ()
+        self._profiled |= {*known.profiled}
+        self._is_news = True
 
     def _begin_look(self, left_s: float) -> bool:
         """Whether there is reason for one."""
@@ -427,7 +445,6 @@ class Adaptation:
             self._profiled,
             tuple(self._shifts),
             searches,
-            self._agent.monotonic(),
         )
         self._profiled, self._calm_s, self._is_news = set(), None, False
         if searches:
@@ -436,6 +453,8 @@ class Adaptation:
         return True
 
     def _hear_weather(self, weather: _Weather) -> None:
+        if not weather.seconds:
+            return
         if self._adapter is None:
             # Settling is reckoned in steps before the change of weather. What the beginning of an epoch took beyond that
             # went into moving state.
@@ -449,7 +468,7 @@ class Adaptation:
 
     def _observed(self, looked: _Weather | None) -> Decision | None:
         """What the steps since the last time lead to, under the weather that is known."""
-        steps, self._looks.steps = self._looks.steps, 0
+        steps, self._steps, self._late_steps = self._steps, self._late_steps, 0
         if self._adapter is None:
             return None
         decision = self._adapter.observe(steps)

@@ -75,8 +75,8 @@ def test_nobody_gets_more_than_there_is_memory_for() -> None:
 
 def test_a_plan_is_priced_with_the_shares_that_its_paces_lead_to() -> None:
     plan = plan_of([8, 8, 8], [1, 2, 1])
-    assert [p.num_micro for p in evened(plan, [2.0, 1.0, 1.0], [24] * 3).pipelines] == [4, 10, 10]
-    assert [p.num_micro for p in evened(plan, [2.0, 1.0, 1.0], [24, 24, 9]).pipelines] == [5, 10, 9]
+    assert [p.num_micro for p in evened(plan, [2.0, 1.0, 1.0], [24] * 3).pipelines] == [5, 10, 9]
+    assert [p.num_micro for p in evened(plan, [2.0, 1.0, 1.0], [24, 24, 8]).pipelines] == [5, 11, 8]
     assert evened(plan, [1.0] * 3, [24] * 3) == plan
 
 
