@@ -229,7 +229,12 @@ def most_micros(plan: Plan, devices: Mapping[str, DeviceProfile], job: JobCosts)
 
     Pipelines that are not the first keep the gradient of each micro-batch apart.
     """
-    cluster, workload = situation(Measured({peer: devices[peer] for peer in plan.peers}, {}, {}, {}), job)
+    mesh = Measured({peer: devices[peer] for peer in plan.peers}, {}, {}, {})
+    cluster, workload = situation(mesh, job)
+    for tiers in range(_tiers(plan, cluster), 0, -1):
+        if has_room_for_copies(plan, devices, job, tiers):  # then they have them
+            cluster, workload = situation(mesh, job, tiers=tiers)
+            break
     total, found = sum(p.num_micro for p in plan.pipelines), []
     for i, pipeline in enumerate(plan.pipelines):
         fits = pipeline.num_micro

@@ -23,7 +23,7 @@ from meshcee.errors import UsageError
 from meshcee.optim import Optimizer, Schedule
 from meshcee.user_code import calling
 
-__all__ = ["HyperSchedule", "scheduled"]
+__all__ = ["HyperSchedule", "first_rates", "scheduled"]
 
 DRIVEN = ("lr", "momentum", "betas")  # what torch's schedulers write
 KEPT_EVERY = 1024  # steps; going back then takes some 30 ms
@@ -103,6 +103,14 @@ class HyperSchedule:
                 self._step += 1
                 if self._step % KEPT_EVERY == 0:
                     self._kept.append((self._step, self._copied((self._optimizer, self._scheduler))))
+
+
+def first_rates(optimizer: Optimizer, schedule: Schedule | None) -> list[str]:
+    """What the functions of a schedule give in its first steps; nothing for a schedule without any: its words say all."""
+    if schedule is None or next(_functions(schedule), None) is None:
+        return []
+    driven = HyperSchedule(optimizer, schedule)
+    return [repr(driven.at(step)) for step in range(1, 4)]
 
 
 def scheduled(optimizer: Optimizer, schedule: Schedule | None) -> Optimizer:

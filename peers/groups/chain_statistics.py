@@ -52,6 +52,7 @@ class ChainStatistics:
         self._arrived: dict[tuple[str, int], Buffers] = {}
         self._done = -1
         self._changed = asyncio.Event()
+        self.missing: list[str] = []  # whose frame it waits for
 
     @functools.cached_property
     def _of_types(self) -> dict[torch.dtype, list[str]]:
@@ -98,9 +99,11 @@ class ChainStatistics:
         self._changed.set()
 
     async def _arrival(self, kind: str, round: int) -> Buffers:
+        self.missing = [peer for peer in (self.before if kind == messages.PART else self.behind,) if peer is not None]
         while (kind, round) not in self._arrived:
             self._changed.clear()
             await self._changed.wait()
+        self.missing = []
         return self._arrived.pop((kind, round))
 
     async def _send(self, peer: str, kind: str, round: int, buffers: Buffers) -> None:

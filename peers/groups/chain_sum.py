@@ -70,10 +70,19 @@ class ChainSum:
         self._rounds: dict[int, _Arrivals] = {}
         self._done = -1
         self._changed = asyncio.Event()
+        self._left = {messages.PART: 0, messages.SUM: 0}  # buckets of the running round that have not come from others
+
+    @property
+    def missing(self) -> list[str]:
+        """Whose frames it waits for. While sums of those before are missing, nothing is to be expected of those behind."""
+        if self.before is not None and self._left[messages.PART]:
+            return [self.before]
+        return [self.behind] if self.behind is not None and self._left[messages.SUM] else []
 
     async def run(self, round: int, whole: FinishedBuckets) -> None:
         """Replace the gradients by their sum over the chain, each bucket once it is whole; none where no member has one."""
         arrived = self._rounds.setdefault(round, _Arrivals())
+        self._left = dict.fromkeys(self._left, len(self.buckets))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._add(round, arrived, whole))
             group.create_task(self._take_sums(round, arrived))
@@ -85,6 +94,7 @@ class ChainSum:
         for k, bucket in enumerate(self.buckets):
             await whole.until(k)
             before = None if self.before is None else await self._arrival(arrived.before, k)
+            self._left[messages.PART] -= 1
             numbers = await self._folded(bucket, before)
             if self.behind is None:
                 arrived.all[k] = numbers
@@ -97,6 +107,7 @@ class ChainSum:
         for k, bucket in enumerate(self.buckets):
             start_s = time.perf_counter()
             present, flat = await self._arrival(arrived.all, k)
+            self._left[messages.SUM] -= 1
             if self.before is not None:
                 await self._send(self.before, messages.SUM, round, k, (present, flat))
             await spread_aside(self._compute, self.parameters, bucket, present, [flat])

@@ -68,6 +68,11 @@ class GroupSum:
         self._done = -1
         self._changed = asyncio.Event()
 
+    @property
+    def missing(self) -> Sequence[str]:
+        """Whom it may wait for: each adds up a part."""
+        return self._others
+
     async def run(self, round: int, whole: FinishedBuckets) -> None:
         """Replace the gradients by their sum over the group, each bucket once it is whole; none where no member has one."""
         arrived = self._rounds.setdefault(round, _Arrivals())

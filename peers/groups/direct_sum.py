@@ -86,6 +86,11 @@ class DirectSum:
         self._changed = asyncio.Event()
         self.process_group: Any = None
 
+    @property
+    def missing(self) -> Sequence[str]:
+        """Whom it may wait for: each adds up a part."""
+        return self._others
+
     async def run(self, round: int, whole: FinishedBuckets) -> None:
         """Replace the gradients by their sum over the group, each bucket once it is whole; none where no member has one."""
         told = self._told.setdefault(round, {})

@@ -97,8 +97,8 @@ class Settlement:
 
     @property
     def summed_with(self) -> list[str]:
-        """All members that we add up gradients with."""
-        return [peer for one in self.place.sums for peer in one.peers if peer != self.place.peer]
+        """The members whose part of a sum is missing."""
+        return [peer for one in (*self._sums.values(), *self._statistics.values()) for peer in one.missing]
 
     def take(self, peer: str, frame: Frame) -> None:
         """A frame of a sum."""

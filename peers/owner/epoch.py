@@ -134,7 +134,7 @@ class Owner:
         self._ahead = [asyncio.Semaphore(most) for most in ahead]  # micro-batches of each pipeline, of all rounds
         self._order: asyncio.Queue[Answers | None] = asyncio.Queue(maxsize=256)
         self._shares: Shares | None = None  # how micro-batches are divided among pipelines, where that may change
-        if len(plan.pipelines) > 1 and job.adapt and not plan.shares_samples:
+        if len(plan.pipelines) > 1 and job.adapt and not plan.shares_samples and not plan.codecs:
             from meshcee.adapt import Shares
 
             self._shares = Shares(plan, most)
@@ -384,6 +384,9 @@ class Owner:
             round, took_s = await self.in_users_thread(_timed, next, rounds, None)
             if round is None:
                 break
+            if self._shares is not None and len(fed) == 2:
+                await fed[0].complete.wait()  # a sum parts the steps anyway, and shares follow what a step has shown
+                self._move_shares(self._shares, fed[0])
             if not round.forward_only:
                 if self.stopped and round.step >= self._kept.least:
                     break
@@ -398,9 +401,6 @@ class Owner:
                 next_step = round.step + 1
             if self._trace is not None and not round.forward_only:
                 round = await self._trace.ask(round, [link.outbox for link in self._links])
-            if self._shares is not None and len(fed) == 2:
-                await fed[0].complete.wait()  # a sum parts the steps anyway, and shares follow what a step has shown
-                self._move_shares(self._shares, fed[0])
             counts = self._shares.counts if self._shares is not None else ()
             portions, shared_s = await self.in_users_thread(_timed, feed.portions, round, self.plan, counts)
             answers = Answers(round, len(self._links), portions, data_s=took_s + shared_s)  # targets may have been read
@@ -610,7 +610,7 @@ class Owner:
         while not await self._watch.until(event):
             for_s, stuck, parted = self._watch.idle_s, self._watch.stuck(), self._watch.parted()
             self.failures.stuck.update(stuck)
-            for a, b in parted:
+            for a, b in () if stuck else parted:  # who waits for a stuck one may seem to wait for another
                 self.failures.blame(a, [b])
             who = " and ".join(map(self._describe, stuck or [a for a, _ in parted]))
             why = "it has all that it needs" if stuck else "they wait for each other" if parted else "nobody says why"

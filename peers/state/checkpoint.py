@@ -18,7 +18,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +29,7 @@ import torch
 import xxhash
 from msgspec import Meta
 
-from meshcee.capture import Capture
+from meshcee.capture import Capture, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.errors import CheckpointError, ProtocolError, UsageError
 from meshcee.events import Event
@@ -38,6 +38,7 @@ from meshcee.files import Run, disk, dumps, loads
 from meshcee.files.tensor_files import Layout, OnDemand, byte_view, head_of
 from meshcee.job import Job
 from meshcee.sampling import order_digest
+from meshcee.sampling.hyper import first_rates
 from meshcee.stage import AVERAGE
 
 __all__ = ["Checkpoint", "CheckpointStore", "Draft", "check_same", "check_weights", "description", "first_weights"]
@@ -51,10 +52,22 @@ FROZEN = "frozen.safetensors"
 BEFORE = ".before"  # of a checkpoint that is written once more
 
 
+OTHER = {
+    "model": "another model",
+    "computation": "another computation: code of the model or of the loss has changed, or a number in it",
+    "rates": "another schedule: its function gives other rates",
+}
+
+
 def description(job: Job, captured: Capture) -> dict[str, Any]:
     """What a run must have in common with the checkpoint that it goes on from, by the words of a Job."""
     tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in sorted(captured.layout.items())}
+    computed = encode_program(replace(captured.train, recomputed=frozenset()))  # which changes no number
     return {
+        "computation": hashlib.sha256(computed).hexdigest(),
+        "rates": first_rates(job.optimizer, job.schedule)
+        if job.steps > 3
+        else [],  # of functions nothing else is known
         "model": hashlib.sha256(dumps(tensors).encode()).hexdigest(),
         "optimizer": job.optimizer.averaging(job.ema).to_json(),  # what is evaluated changes no step
         "schedule": None if job.schedule is None else [job.schedule.name, job.schedule.words],
@@ -71,8 +84,8 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
 def check_same(job: Job, captured: Capture, run: Mapping[str, Any], micro_batch: int) -> None:
     """Raises UsageError naming what this job and a run with that `description` do not have in common."""
     for key, value in loads(dumps(description(job, captured))).items():
-        if value != run.get(key):
-            what = "another model" if key == "model" else f"{key} {run.get(key)!r}, the job says {value!r}"
+        if value != run.get(key, value):  # a run of an older version says less
+            what = OTHER.get(key, f"{key} {run.get(key)!r}, the job says {value!r}")
             raise UsageError(
                 f"the run was made with {what}: resume it with the job that it was started with, or start a new run"
             )
