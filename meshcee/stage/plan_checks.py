@@ -80,10 +80,12 @@ def why_one_pipeline(program: Program) -> str:
 
 def remarks(program: Program, plan: Plan, micro_batch_size: int | None) -> tuple[str, ...]:
     """What people should know of a plan's numbers before it runs. `micro_batch_size`: as the job says, None where it does not."""
-    if micro_batch_size is not None or not program.slice(0, program.num_blocks).mutated:
+    if micro_batch_size is not None:
         return ()
-    sees = f"batch statistics are of micro-batches of {plan.micro_batch} samples, which the plan has chosen"
-    return (f"{sees}: say micro_batch_size in the job, as their size is part of the result",)
+    whole = program.slice(0, program.num_blocks)
+    found = ["batch statistics"] * bool(whole.mutated) + ["random masks"] * whole.uses_random
+    of = f"{' and '.join(found)} are of micro-batches of {plan.micro_batch} samples, which the plan has chosen"
+    return (f"{of}: say micro_batch_size in the job, as their size is part of the result",) if found else ()
 
 
 def check_pipelines(program: Program, plan: Plan) -> None:

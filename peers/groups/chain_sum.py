@@ -70,18 +70,20 @@ class ChainSum:
         self._rounds: dict[int, _Arrivals] = {}
         self._done = -1
         self._changed = asyncio.Event()
-        self._left = {messages.PART: 0, messages.SUM: 0}  # buckets of the running round that have not come from others
+        self._running = _Arrivals()
+        self._left = {messages.PART: 0, messages.SUM: 0}  # buckets of the running round that have not been taken
 
     @property
     def missing(self) -> list[str]:
         """Whose frames it waits for. While sums of those before are missing, nothing is to be expected of those behind."""
-        if self.before is not None and self._left[messages.PART]:
+        here = self._running
+        if self.before is not None and self._left[messages.PART] > len(here.before):
             return [self.before]
-        return [self.behind] if self.behind is not None and self._left[messages.SUM] else []
+        return [self.behind] if self.behind is not None and self._left[messages.SUM] > len(here.all) else []
 
     async def run(self, round: int, whole: FinishedBuckets) -> None:
         """Replace the gradients by their sum over the chain, each bucket once it is whole; none where no member has one."""
-        arrived = self._rounds.setdefault(round, _Arrivals())
+        arrived = self._running = self._rounds.setdefault(round, _Arrivals())
         self._left = dict.fromkeys(self._left, len(self.buckets))
         async with asyncio.TaskGroup() as group:
             group.create_task(self._add(round, arrived, whole))

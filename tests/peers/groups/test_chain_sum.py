@@ -139,6 +139,32 @@ async def test_all_members_end_with_the_sum_of_all_in_order() -> None:
             assert parameter.grad.stride() == parameter.stride()
 
 
+async def test_a_member_names_only_whom_it_waits_for() -> None:
+    """Else two that wait for a third one seemed to wait for each other, and lost their link when the third one was slow."""
+    names = ("p0", "p1", "p2")
+    own = {name: parameters(torch.float32) for name in names}
+    members = chained(names, own)
+    wholes = {name: FinishedBuckets(member.buckets, member.parameters) for name, member in members.items()}
+
+    def missing() -> list[list[str]]:
+        return [list(members[name].missing) for name in names]
+
+    assert missing() == [[], [], []]
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        for name in names:
+            group.create_task(members[name].run(0, wholes[name]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        wholes["p1"].all()
+        await asyncio.sleep(0.01)
+        assert missing() == [["p1"], ["p0"], ["p1"]]  # p0 computes, so it does not wait, whatever it would wait for
+        wholes["p0"].all()
+        await asyncio.sleep(0.01)
+        assert missing() == [["p1"], ["p2"], []]  # p2 has all that it needs
+        wholes["p2"].all()
+    assert missing() == [[], [], []]
+
+
 @pytest.mark.parametrize(
     ("sender", "kind", "change"),
     [
