@@ -64,10 +64,6 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
     tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in sorted(captured.layout.items())}
     computed = encode_program(replace(captured.train, recomputed=frozenset()))  # which changes no number
     return {
-        "computation": hashlib.sha256(computed).hexdigest(),
-        "rates": first_rates(job.optimizer, job.schedule)
-        if job.steps > 3
-        else [],  # of functions nothing else is known
         "model": hashlib.sha256(dumps(tensors).encode()).hexdigest(),
         "optimizer": job.optimizer.averaging(job.ema).to_json(),  # what is evaluated changes no step
         "schedule": None if job.schedule is None else [job.schedule.name, job.schedule.words],
@@ -78,6 +74,10 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
         "clip_norm": job.clip_norm,
         "reduction": job.reduction,
         "precision": f"{job.precision} but for {', '.join(job.keep_fp32)}" if job.keep_fp32 else job.precision,
+        "computation": hashlib.sha256(computed).hexdigest(),
+        "rates": first_rates(job.optimizer, job.schedule)
+        if job.steps > 3
+        else [],  # of functions nothing else is known
     }
 
 

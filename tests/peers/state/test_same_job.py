@@ -56,7 +56,7 @@ def checked(job: Job) -> None:
         ({"dropout": 0.5}, "another computation"),
         ({"loss": F.l1_loss}, "another computation"),
         ({"factor": 0.5}, "another schedule"),
-        ({"schedule": Schedule("LambdaLR", lr_lambda=half)}, "another schedule"),
+        ({"schedule": Schedule("LambdaLR", lr_lambda=half)}, "schedule"),
     ],
 )
 def test_a_changed_function_is_found(changed: dict[str, Any], what: str) -> None:
