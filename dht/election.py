@@ -229,10 +229,8 @@ class Election:
                 known[peer] = (0.0, now_s)
             else:
                 shown_s, last_s = known[peer]
-                is_new = (
-                    last_s != before_s
-                )  # the look before found none: it keeps others from claiming for some looks more
-                known[peer] = (shown_s + (self._ttl_s / 2 if is_new else now_s - last_s), now_s)
+                # Where the look before found none, this claim keeps others from claiming for some looks more.
+                known[peer] = (shown_s + (now_s - last_s if last_s == before_s else self._ttl_s / 2), now_s)
         self._waiting = known
         return {p: c for p, c in claims.items() if p not in known or known[p][0] < self._ttl_s}
 

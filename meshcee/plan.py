@@ -168,6 +168,11 @@ class Plan:
         return frozenset(c for s in stages for c in (s.codec_out, s.codec_back)) - {"none", "lossless"}
 
     @property
+    def may_move_shares(self) -> bool:
+        """Whether it changes no number which of its pipelines computes a micro-batch."""
+        return len(self.pipelines) > 1 and not self.shares_samples and not self.codecs
+
+    @property
     def shares_samples(self) -> bool:
         """Whether a group divides the samples of micro-batches: sums then have another order than the plain loop's."""
         return any(len(s.members) > 1 for p in self.pipelines for s in p.stages)

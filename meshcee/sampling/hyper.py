@@ -105,12 +105,12 @@ class HyperSchedule:
                     self._kept.append((self._step, self._copied((self._optimizer, self._scheduler))))
 
 
-def first_rates(optimizer: Optimizer, schedule: Schedule | None) -> list[str]:
-    """What the functions of a schedule give in its first steps; nothing for a schedule without any: its words say all."""
+def first_rates(optimizer: Optimizer, schedule: Schedule | None, steps: int) -> list[str]:
+    """What the functions of a schedule give in the first of its steps; nothing for one without any: its words say all."""
     if schedule is None or next(_functions(schedule), None) is None:
         return []
     driven = HyperSchedule(optimizer, schedule)
-    return [repr(driven.at(step)) for step in range(1, 4)]
+    return [repr(driven.at(step)) for step in range(1, min(steps, 4))]
 
 
 def scheduled(optimizer: Optimizer, schedule: Schedule | None) -> Optimizer:

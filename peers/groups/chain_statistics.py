@@ -65,11 +65,11 @@ class ChainStatistics:
     async def run(self, round: int) -> None:
         """After the last F of a step: the stage's written buffers become those of all micro-batches."""
         start_s = time.perf_counter()
-        before = None if self.before is None else await self._arrival(messages.PART, round)
+        before = None if self.before is None else await self._arrival(messages.PART, round, self.before)
         found = await self._compute.run(self._own, before)
         if self.behind is not None:
             await self._send(self.behind, messages.PART, round, found)
-            found = await self._arrival(messages.SUM, round)
+            found = await self._arrival(messages.SUM, round, self.behind)
         if self.before is not None:
             await self._send(self.before, messages.SUM, round, found)
         await self._compute.run(self._runner.take_written, found)
@@ -98,8 +98,8 @@ class ChainStatistics:
         self._arrived[frame.kind, round] = found
         self._changed.set()
 
-    async def _arrival(self, kind: str, round: int) -> Buffers:
-        self.missing = [peer for peer in (self.before if kind == messages.PART else self.behind,) if peer is not None]
+    async def _arrival(self, kind: str, round: int, sender: str) -> Buffers:
+        self.missing = [sender]
         while (kind, round) not in self._arrived:
             self._changed.clear()
             await self._changed.wait()

@@ -58,7 +58,7 @@ class GroupSum:
         self._peer = peer
         self._number = number
         self._group = tuple(group)
-        self._others = tuple(p for p in group if p != peer)
+        self.missing = tuple(p for p in group if p != peer)  # whom it may wait for: each adds up a part
         self.parameters = dict(parameters)
         self._compute = compute
         self._links = links
@@ -67,11 +67,6 @@ class GroupSum:
         self._rounds: dict[int, _Arrivals] = {}
         self._done = -1
         self._changed = asyncio.Event()
-
-    @property
-    def missing(self) -> Sequence[str]:
-        """Whom it may wait for: each adds up a part."""
-        return self._others
 
     async def run(self, round: int, whole: FinishedBuckets) -> None:
         """Replace the gradients by their sum over the group, each bucket once it is whole; none where no member has one."""
@@ -104,7 +99,7 @@ class GroupSum:
             present, total = await self._compute.run_aside(add_up, parts)
             arrived.sums[k, self._peer] = present, total
             self._changed.set()
-            for peer in self._others:
+            for peer in self.missing:
                 await self._send(peer, messages.SUM, round, k, present, total)
 
     async def _take_sums(self, arrived: _Arrivals, whole: FinishedBuckets) -> None:
@@ -136,7 +131,7 @@ class GroupSum:
     def take(self, peer: str, frame: Frame) -> None:
         """A PART or SUM frame; its size and type follow from the bucket that it names."""
         round, k = need(frame.header, "round", int), need(frame.header, "micro", int)
-        if peer not in self._others or not 0 <= k < len(self.buckets) or not self._done < round <= self._done + 2:
+        if peer not in self.missing or not 0 <= k < len(self.buckets) or not self._done < round <= self._done + 2:
             raise ProtocolError(f"peer {peer} sent gradients of bucket {k}, round {round}, which nobody sums now")
         bucket = self.buckets[k]
         owner = self._peer if frame.kind == messages.PART else peer

@@ -68,7 +68,7 @@ class DirectSum:
         self.peer = peer
         self._number = number
         self._group = tuple(group)
-        self._others = tuple(p for p in group if p != peer)
+        self.missing = tuple(p for p in group if p != peer)  # whom it may wait for: each adds up a part
         self.parameters = dict(parameters)
         self._compute = compute
         self._links = links
@@ -85,11 +85,6 @@ class DirectSum:
         self._done = -1
         self._changed = asyncio.Event()
         self.process_group: Any = None
-
-    @property
-    def missing(self) -> Sequence[str]:
-        """Whom it may wait for: each adds up a part."""
-        return self._others
 
     async def run(self, round: int, whole: FinishedBuckets) -> None:
         """Replace the gradients by their sum over the group, each bucket once it is whole; none where no member has one."""
@@ -114,7 +109,7 @@ class DirectSum:
         for k, bucket in enumerate(self.buckets):
             await whole.until(k)
             present = [self.parameters[name].grad is not None for name in bucket.names]
-            for peer in self._others:
+            for peer in self.missing:
                 header = {"round": round, "micro": k, "sum": self._number, "present": present}
                 await self._links.put(peer, Frame(messages.WHOLE, header))
             told[k, self.peer] = present
@@ -123,13 +118,13 @@ class DirectSum:
     def take(self, peer: str, frame: Frame) -> None:
         """A WHOLE frame, or MEET: an entry of the meeting."""
         header = frame.header
-        if frame.kind == messages.WHOLE and peer in self._others:
+        if frame.kind == messages.WHOLE and peer in self.missing:
             round, k = need(header, "round", int), need(header, "micro", int)
             told = self._told.setdefault(round, {}) if self._done < round <= self._done + 2 else None
             if told is None or not 0 <= k < len(self.buckets) or (k, peer) in told:
                 raise ProtocolError(f"peer {peer} has bucket {k} of round {round}, which nobody sums now")
             told[k, peer] = presence_of(header, self.buckets[k])
-        elif frame.kind == messages.MEET and peer in self._others:
+        elif frame.kind == messages.MEET and peer in self.missing:
             self._meeting.hear(need(header, "key", str), header.get("value"))
         else:
             raise ProtocolError(f"peer {peer} sent a frame of kind {frame.kind!r}, which has no meaning here")
@@ -161,7 +156,7 @@ class DirectSum:
     async def _speak(self) -> None:
         while True:
             key, value = await self._said.get()
-            for peer in self._others:
+            for peer in self.missing:
                 await self._links.put(peer, Frame(messages.MEET, {"sum": self._number, "key": key, "value": value}))
 
     async def _meet(self) -> None:

@@ -202,7 +202,8 @@ class _Looks:
     def _look(self, known: _Known) -> _Weather:
         """Price everything anew under the present figures, and, if asked, search for what is better."""
         began_s = self._clock()
-        job, mesh, found, plan = known.request.job, known.mesh, list[Plan](), known.plan
+        job, mesh, plan = known.request.job, known.mesh, known.plan
+        found: list[Plan] = []
         for peer in known.profiled:
             self._paces.forget(peer)
         try:
@@ -238,7 +239,7 @@ class _Looks:
     def _evened_s(self, plan: Plan, cluster: Cluster, workload: Workload, mesh: Measured, job: JobCosts) -> float:
         """The period of a plan, whose pipelines have come to the shares that their paces lead to."""
         seconds = period_s(plan, cluster, workload)
-        if len(plan.pipelines) == 1 or plan.shares_samples:
+        if not plan.may_move_shares:
             return seconds
         if (most := self._most.get(plan.hash())) is None:
             most = self._most[plan.hash()] = most_micros(plan, mesh.devices, job)

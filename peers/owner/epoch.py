@@ -134,7 +134,7 @@ class Owner:
         self._ahead = [asyncio.Semaphore(most) for most in ahead]  # micro-batches of each pipeline, of all rounds
         self._order: asyncio.Queue[Answers | None] = asyncio.Queue(maxsize=256)
         self._shares: Shares | None = None  # how micro-batches are divided among pipelines, where that may change
-        if len(plan.pipelines) > 1 and job.adapt and not plan.shares_samples and not plan.codecs:
+        if plan.may_move_shares and job.adapt:
             from meshcee.adapt import Shares
 
             self._shares = Shares(plan, most)

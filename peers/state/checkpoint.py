@@ -75,16 +75,17 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
         "reduction": job.reduction,
         "precision": f"{job.precision} but for {', '.join(job.keep_fp32)}" if job.keep_fp32 else job.precision,
         "computation": hashlib.sha256(computed).hexdigest(),
-        "rates": first_rates(job.optimizer, job.schedule)
-        if job.steps > 3
-        else [],  # of functions nothing else is known
+        "rates": first_rates(job.optimizer, job.schedule, job.steps),
     }
 
 
 def check_same(job: Job, captured: Capture, run: Mapping[str, Any], micro_batch: int) -> None:
     """Raises UsageError naming what this job and a run with that `description` do not have in common."""
     for key, value in loads(dumps(description(job, captured))).items():
-        if value != run.get(key, value):  # a run of an older version says less
+        said = run.get(key, value)  # a run of an older version says less
+        if key == "rates":  # a run with fewer steps says fewer
+            value, said = value[: len(said)], said[: len(value)]
+        if value != said:
             what = OTHER.get(key, f"{key} {run.get(key)!r}, the job says {value!r}")
             raise UsageError(
                 f"the run was made with {what}: resume it with the job that it was started with, or start a new run"

@@ -71,6 +71,14 @@ def test_what_changes_no_number_of_a_step_may_change(changed: dict[str, Any]) ->
     checked(job_of(**changed))
 
 
+def test_a_run_that_ended_early_may_get_more_steps() -> None:
+    """It says nothing of rates in steps that it did not have."""
+    short = job_of(steps=2)
+    check_same(job_of(steps=20), capture(job_of()), description(short, capture(short)), 4)
+    with pytest.raises(UsageError, match="another schedule"):
+        check_same(job_of(steps=20, factor=0.5), capture(job_of()), description(short, capture(short)), 4)
+
+
 def test_a_run_of_an_older_version_says_nothing_of_functions() -> None:
     job = job_of()
     older = {k: v for k, v in description(job, capture(job)).items() if k not in ("computation", "rates")}
