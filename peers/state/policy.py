@@ -175,16 +175,21 @@ def far_keepers(
 ) -> dict[str, str]:
     """Who keeps copies of each stage in another region than its members are in, by its first one. `regions`: of each peer.
 
-    Nobody does when there is one region, or when no stage would be lost with its own; or has pipelines, which are in other
-    regions as a rule.
+    A stage of several pipelines has one where all holders of one of its blocks are in one region. Nobody does when there
+    is one region, or when no block would be lost with its own.
     """
     load = dict.fromkeys(plan.peers, 0)
     found: dict[str, str] = {}
     needed = False
-    for stage in plan.pipelines[0].stages if len(plan.pipelines) == 1 else ():
-        holder, inside = stage.peers[0], {regions.get(peer) for peer in stage.peers}
-        others = [peer for peer in plan.peers if regions.get(peer) not in inside]
-        if len(inside) > 1:  # its own members outlive any region
+    stages = [stage for pipeline in plan.pipelines for stage in pipeline.stages]
+    inside: list[set[str | None]] = [set() for _ in range(plan.num_blocks)]  # of each block, where its holders are
+    for stage in stages:
+        for block in inside[stage.first : stage.end]:
+            block.update(regions.get(peer) for peer in stage.peers)
+    for stage in stages:
+        holder, blocks = stage.peers[0], inside[stage.first : stage.end]
+        others = [peer for peer in plan.peers if regions.get(peer) != regions.get(holder)]
+        if all(len(block) > 1 for block in blocks):  # holders outlive any region
             continue
         if not others:
             return {}
@@ -193,6 +198,8 @@ def far_keepers(
         else:
             needed = True
             found[holder] = _least_loaded(plan, holder, others, seconds, load)
+        for block in blocks:
+            block.add(regions.get(found[holder]))
     return found if needed else {}
 
 

@@ -99,7 +99,7 @@ async def train(
     job: Job,
     paces: Mapping[str, float] = PACES,
     home: Mapping[str, int] | None = None,
-    dies: tuple[int, str] = (-1, ""),
+    dies: tuple[int, *tuple[str, ...]] = (-1,),
     folder: Path | None = None,
     plan: Plan | None = None,
     stages: int | None = None,
@@ -107,7 +107,7 @@ async def train(
     """What it leaves, the peers' names, and the virtual seconds of a step once the first two are done.
 
     home   peer -> region; None: all in one
-    dies   which peer, when the step with this number is told of
+    dies   which peers, when the step with this number is told of
     plan   by names, instead of the coordinator's; then priced by what is known of the mesh
     """
     network = MemoryNetwork(impairment=LINK)
@@ -130,7 +130,8 @@ async def train(
         async for report in mesh.train(job, captured=captured, plan=plan, stages=stages):
             ends_s.append(now())
             if report.step == dies[0]:
-                here.crash(dies[1])
+                for name in dies[1:]:
+                    here.crash(name)
         return mesh.result, names, (ends_s[-1] - ends_s[1]) / (len(ends_s) - 2)
 
 

@@ -29,7 +29,7 @@ from meshcee.role import Sum
 from meshcee.stage.runner import StageRunner
 from peers.groups import chain_sum
 from peers.state.manifest import CopySet, StageCopy
-from peers.state.policy import near_keepers
+from peers.state.policy import FarCadence, near_keepers
 from peers.wire.offer import Offer, Terms
 from tests.peers.groups.test_groups import assert_close, double, mixing_job
 from tests.peers.groups.test_live_groups import Lopsided, lopsided, losses_of
@@ -235,14 +235,15 @@ def test_pipelines_are_copies_of_each_other() -> None:
 HOME = {"a0": 0, "a1": 0, "b0": 1, "b1": 1}
 
 
+def stage(first: int, end: int, peer: str) -> Stage:
+    return Stage(first, end, (PlanMember(peer, 8),), window=3, live_cap=5)
+
+
 def given() -> tuple[Job, Plan]:
     """A pipeline in each of two regions."""
     job = lopsided(model=Lopsided(2).double(), cuts=("first", "heavy.0", "heavy.1"), groups=False, codec="none")
     stages = [(0, 3, "a0"), (3, 4, "a1")], [(0, 1, "b0"), (1, 4, "b1")]
-    pipelines = (
-        Pipeline(2, tuple(Stage(a, b, (PlanMember(peer, 8),), window=3, live_cap=5) for a, b, peer in row))
-        for row in stages
-    )
+    pipelines = (Pipeline(2, tuple(stage(a, b, peer) for a, b, peer in row)) for row in stages)
     return job, Plan(8, tuple(pipelines))
 
 
@@ -275,6 +276,32 @@ async def test_the_run_goes_on_without_a_member_of_a_pipeline(tmp_path: Path) ->
     assert Home(tmp_path).run("last").info["rounds"] == [False, False], (
         "whoever resumes it expects the plain loop's numbers"
     )
+    assert_live(result, job)
+
+
+@virtual_time
+async def test_a_region_that_holds_some_blocks_alone_is_lost_and_the_run_goes_on_from_far_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both pipelines have their first stages in one region; there is no checkpoint to go back to."""
+    monkeypatch.setattr(FarCadence, "LEAST_S", 0.0)
+    monkeypatch.setattr(FarCadence, "SHARE", 1.0)
+    job, plan = given()
+    job = replace(job, steps=24, checkpoint_every=100, adapt=False)
+    lines = ("a0", "b0"), ("a1", "b1")
+    pipelines = (
+        Pipeline(2, (stage(0, end, first), stage(end, 4, last)))
+        for end, (first, last) in zip((3, 2), lines, strict=True)
+    )
+    plan = replace(plan, pipelines=tuple(pipelines))
+    with structlog.testing.capture_logs() as told:
+        dies = 18, "a0", "a1"
+        result, names, _ = await train_live(job, dict.fromkeys(HOME, 1e8), HOME, dies=dies, folder=tmp_path, plan=plan)
+    (found,) = [line for line in told if line["event"] == Event.STATE_FOUND]
+    assert found["with_peers"]
+    assert 0 < found["next_step"]
+    assert result.plan is not None
+    assert {names[peer] for peer in result.plan.peers} <= {"b0", "b1"}
     assert_live(result, job)
 
 

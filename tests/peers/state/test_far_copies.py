@@ -78,9 +78,23 @@ def test_far_keepers_are_in_other_regions_where_a_stage_would_be_lost_with_its_o
     assert far_keepers(plan, seconds, regions, near_keepers(plan, seconds)) == far
 
 
-def test_pipelines_have_no_far_keepers() -> None:
-    plan = beside(even_plan(4, 1, 24, 6), (2, [(2, (6,)), (4, (6,))]), (2, [(2, (6,)), (4, (6,))]))
-    assert far_keepers(plan, {}, dict(zip(plan.peers, "aabb", strict=True)), {}) == {}
+@pytest.mark.parametrize(
+    ("where", "ends", "far"),
+    [
+        ("abab", (2, 2), {"p0": "p1", "p1": "p2"}),  # one copy of each block is enough
+        ("abab", (3, 1), {"p0": "p1", "p1": "p2"}),  # blocks 1 and 2 are in both regions
+        ("aabb", (2, 2), {}),
+        ("abba", (2, 2), {}),
+        ("aaab", (1, 2), {"p0": "p3", "p1": "p3"}),
+        ("aaaa", (2, 2), {}),
+    ],
+)
+def test_a_stage_of_pipelines_has_a_far_keeper_where_all_holders_of_a_block_are_in_one_region(
+    where: str, ends: tuple[int, int], far: Mapping[str, str]
+) -> None:
+    plan = beside(even_plan(4, 1, 24, 6), *((2, [(end, (6,)), (4, (6,))]) for end in ends))
+    regions = dict(zip(plan.peers, where, strict=True))
+    assert far_keepers(plan, seconds_of(regions), regions, {}) == far
 
 
 # -- in a run ----------------------------------------------------------------------------------------------------------
