@@ -299,7 +299,7 @@ async def test_a_region_that_holds_some_blocks_alone_is_lost_and_the_run_goes_on
         result, names, _ = await train_live(job, dict.fromkeys(HOME, 1e8), HOME, dies=dies, folder=tmp_path, plan=plan)
     (found,) = [line for line in told if line["event"] == Event.STATE_FOUND]
     assert found["with_peers"]
-    assert 0 < found["next_step"]
+    assert found["next_step"] > 0
     assert result.plan is not None
     assert {names[peer] for peer in result.plan.peers} <= {"b0", "b1"}
     assert_live(result, job)
