@@ -176,6 +176,7 @@ class FakeMesh:
         self.factor = 1.0
         self.present = dict.fromkeys(SPEEDS, 0)  # which process of it
         self.gone: dict[str, int] = {}  # likewise, whose record is still there
+        self.answer: tuple[str, ...] = ()
         self._known = {
             pair: as_shown(link_of(pair, once, 0.0), link.bandwidth_bytes_per_s)
             for pair, link in mesh(played.factors[0]).links.items()
@@ -219,9 +220,9 @@ class FakeMesh:
         return asyncio.get_running_loop().create_task(work)
 
     async def profiles(self) -> dict[str, BlockTimes]:
-        """Nobody answers: devices deliver here what they claim."""
+        """Of those who `answer`: the others deliver here what they claim."""
         self._played.profiled += 1
-        return {}
+        return profiles(dict.fromkeys(self.answer, 1.0))
 
     async def open(self, source: str, purpose: str, addresses: Sequence[str]) -> Any:
         async def send(frame: Frame) -> None:
@@ -276,6 +277,7 @@ async def rehearse(
     late_s: float | None = None,
     lingers: bool = False,
     slow: tuple[str, range] | None = None,
+    stays: bool = False,
 ) -> Played:
     """A job of so many steps, watched for as many as there are factors. Links that are not crossed were probed beside it, and
     showed this share of what they have; a search takes its owner so many seconds; `comes` is a device and the step at which
@@ -283,7 +285,7 @@ async def rehearse(
     what steps take; without `gossips` no member tells what its steps show; `once` is what the links had, as records tell, before
     they had the first factor; `late_s` is how long moments hold up the first step after a change whose end was seen, too.
     Where it `lingers`, `comes` is started anew: the record of its last process is there until then. `slow` is a device that
-    computes SLOW times as long in these steps; then it leaves, and is back SLOW_BACK steps later."""
+    computes SLOW times as long in these steps; then it leaves, and is back SLOW_BACK steps later, unless it `stays`."""
     played = Played(factors)
     here = FakeMesh(played, gossips, factors[0] if once is None else once)
     if comes is not None:
@@ -317,7 +319,9 @@ async def rehearse(
             if comes is not None and step == comes[1]:
                 here.present[comes[0]] = 1
             name, steps_slow = slow or ("", range(0))
-            if slow is not None and step == steps_slow.stop:
+            if slow is not None and stays and step == steps_slow.stop:
+                here.answer = (name,)
+            elif slow is not None and step == steps_slow.stop:
                 del here.present[name]
             if slow is not None and step == steps_slow.stop + SLOW_BACK:
                 here.present[name] = 1

@@ -7,7 +7,7 @@ Pure: reports in, figures and choices out. `peers/owner/` asks and acts.
 from meshcee.adapt.feeding import Feeding
 from meshcee.adapt.paces import Paces
 from meshcee.adapt.rule import SETTLING_STEPS, Adapter, Decision
-from meshcee.adapt.senses import FAST, LASTING_STEPS, SHIFT, Joined, Pair, Senses, Shift, as_shown
+from meshcee.adapt.senses import FAST, LASTING_STEPS, SHIFT, Joined, Pair, Profiled, Senses, Shift, as_shown
 from meshcee.adapt.shares import Shares, evened
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Joined",
     "Paces",
     "Pair",
+    "Profiled",
     "Senses",
     "Shares",
     "Shift",

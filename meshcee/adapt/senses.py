@@ -24,6 +24,7 @@ __all__ = [
     "Feeds",
     "Joined",
     "Pair",
+    "Profiled",
     "Reads",
     "Senses",
     "Shift",
@@ -94,7 +95,17 @@ class Joined:
         return f"{names.get(self.peer, self.peer)} has joined"
 
 
-Shift = Computes | Carries | Feeds | Reads | Joined
+@dataclass(frozen=True)
+class Profiled:
+    """A peer that has no part in the plan was profiled again, and computes otherwise than was known of it."""
+
+    peer: str
+
+    def text(self, names: Mapping[str, str]) -> str:
+        return f"{names.get(self.peer, self.peer)} computes otherwise than when it was profiled before"
+
+
+Shift = Computes | Carries | Feeds | Reads | Joined | Profiled
 
 
 class Senses:

@@ -81,6 +81,11 @@ class BlockTimes:
         shares = sorted((t[2] - t[0]) / t[1] for rows in self.seconds for row in rows for t in row if t[1] > 0)
         return shares[len(shares) // 2] if shares else 0.0
 
+    @property
+    def total_s(self) -> float:
+        """Of everything measured, once."""
+        return sum(triple[1] for rows in self.seconds for row in rows for triple in row)
+
     def scaled(self, factor: float) -> BlockTimes:
         """The same device, if everything took so many times as long: SHORTEST_S to LONGEST_S, or no time as before."""
 

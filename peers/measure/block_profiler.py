@@ -3,7 +3,8 @@
 The idea: each distinct block runs as a stage of its own, by the code and through the thread that will run it later, with
 random weights and inputs. So a paced device shows its pace and a throttled card its throttle. A device spends BUDGET_S on
 a job it does not know; what that did not allow to measure lies between sizes that were, or is scaled up from the largest.
-Results are kept by the hash of the request, so a second run of the job asks for nothing.
+Results are kept by the hash of the request, so a second run of the job soon after asks for nothing. A device may have been
+busy with other work, so a result is kept for FRESH_S only.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from peers.device import Compute, Graphs
 from peers.transport import Frame, Stream
 from peers.wire import messages, need, while_moving
 
-__all__ = ["BUDGET_S", "BlockProfiler", "ProfileRequest"]
+__all__ = ["BUDGET_S", "FRESH_S", "BlockProfiler", "ProfileRequest"]
 
 log = structlog.get_logger()
 
@@ -47,6 +48,7 @@ REPEATS_LEAST, REPEATS_MOST = 3, 7  # of each block and size, beside one to warm
 CALLS = 9  # empty ones, for what a call costs whatever is in it
 PACED_CALL_S = 0.005
 MOST_KNOWN = 16
+FRESH_S = 300.0  # that a result counts
 REQUEST_BYTES = 1 << 20
 _Flops = Annotated[float, Meta(ge=0, lt=1e21)]
 _Size = Annotated[int, Meta(ge=1, le=1 << 24)]
@@ -107,7 +109,7 @@ class BlockProfiler:
         self._budget_s = budget_s
         self._clock = clock
         self._turn = asyncio.Lock()
-        self._known: dict[str, BlockTimes] = {}
+        self._known: dict[str, tuple[float, BlockTimes]] = {}  # with when they were measured
 
     async def serve(self, stream: Stream) -> None:
         stream.max_payload_bytes = REQUEST_BYTES
@@ -116,7 +118,7 @@ class BlockProfiler:
             if frame.kind != messages.PROFILE or len(frame.payloads) != 1:
                 raise ProtocolError(f"expected a request for a profile, got a frame of kind {frame.kind!r}")
             key = need(frame.header, "graph", str)[:64] + hashlib.sha256(frame.payloads[0]).hexdigest()
-            if key not in self._known:
+            if not self._is_fresh(key):
                 request = ProfileRequest.unpack(frame.payloads[0])
                 stream.max_payload_bytes = self._graphs.limits.graph_bytes
                 await stream.send(Frame(messages.WANTED))
@@ -143,7 +145,7 @@ class BlockProfiler:
                             f"one pass of the job's blocks takes this peer more than {LONGEST * self._budget_s:.0f} s"
                         )
                         raise PlanError(late) from error
-            await stream.send(Frame(messages.PROFILED, {}, [msgpack.packb(plain(self._known[key]))]))
+            await stream.send(Frame(messages.PROFILED, {}, [msgpack.packb(plain(self._known[key][1]))]))
         except MeshceeError as error:
             log.warning("blocks not profiled", owner=stream.peer_id, error=str(error))
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
@@ -152,8 +154,12 @@ class BlockProfiler:
         """Nobody holds a stream's memory by saying nothing."""
         return await while_moving(stream.recv, lambda: stream.received_bytes, self._timeouts.offer_s, self._timeouts)
 
+    def _is_fresh(self, key: str) -> bool:
+        return key in self._known and self._clock() - self._known[key][0] < FRESH_S
+
     def _remember(self, key: str, times: BlockTimes) -> None:
-        self._known[key] = times
+        self._known.pop(key, None)
+        self._known[key] = self._clock(), times
         while len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]
 

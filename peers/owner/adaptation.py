@@ -5,7 +5,8 @@ has shifted for several steps on end takes the place of what the plan was made f
 are put beside it. Plans are searched and priced under that, by the same code as the first one, and the work function
 (meshcee/adapt/rule.py) says when to go over.
 
-Devices that come while the job runs are profiled beside the training before they are put beside it (`Newcomers`).
+Devices that come while the job runs are profiled beside the training before they are put beside it (`Newcomers`). So are idle
+ones, now and then: they may have been busy with other work when they were profiled first.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ import structlog
 from meshcee.adapt import (
     LASTING_STEPS,
     SETTLING_STEPS,
+    SHIFT,
     Adapter,
     Decision,
     Feeding,
     Joined,
     Paces,
     Pair,
+    Profiled,
     Senses,
     Shift,
     as_shown,
@@ -41,7 +44,7 @@ from meshcee.figures import BlockTimes, Cluster, JobCosts, LinkProfile, Measured
 from meshcee.plan import Plan
 from meshcee.planner import choose, most_micros, situation
 from meshcee.simulator import period_s
-from peers.measure import sound
+from peers.measure import FRESH_S, sound
 from peers.mesh_view import MeshView
 from peers.owner.answers import Report
 from peers.planning import PlanRequest
@@ -50,6 +53,7 @@ __all__ = ["Adaptation", "Change", "Newcomers"]
 
 log = structlog.get_logger()
 
+SELDOM_S = 3600.0  # between two profiles of idle devices that stay as they are; FRESH_S at first
 LINKS_S = 20.0  # that a device may take to measure its links to the members; then it is planned with what there is
 
 Ask = Callable[[], Awaitable[Mapping[str, BlockTimes]]]
@@ -60,6 +64,7 @@ class Newcomers:
 
     def __init__(self, agent: MeshView, ask: Ask, times: Mapping[str, BlockTimes]) -> None:
         self.times = dict(times)
+        self._before: Mapping[str, BlockTimes] = {}  # these were asked for again
         self._agent = agent
         self._ask = ask
         self._known: dict[str, str] = {}  # peer -> which process of it
@@ -67,17 +72,24 @@ class Newcomers:
         self._seen_s: dict[str, float] = {}  # when each of the others was seen first
         self._asked: dict[str, str] = {}  # likewise
         self._asking: asyncio.Task[None] | None = None
+        self._again_s = FRESH_S
+        self._again_at_s = agent.monotonic() + FRESH_S
 
-    def look(self, members: Collection[str]) -> list[Joined]:
-        """Devices that can be planned with since the last look. Called with every step."""
+    def look(self, members: Collection[str], slow: Mapping[str, float]) -> list[Joined | Profiled]:
+        """Devices that can be planned with since the last look, or otherwise than before. Called with every step.
+
+        slow  peer -> how many times its profiled seconds it has been seen to compute
+        """
         present, here = self._agent.devices(members).keys(), self._instances()
         self._known = {p: known for p, known in self._known.items() if p in members or here.get(p) == known}
         self._know(set(members) - self._known.keys())
         now_s = self._agent.monotonic()
         self._seen_s = {p: self._seen_s.get(p, now_s) for p in present - self._known.keys()}
+        idle = present - {*members}
         if self._asking is None:
-            if self._seen_s and (found := self._due(members)):
-                self._asked = {peer: here[peer] for peer in found}
+            found = self._due(members) if self._seen_s else set()
+            if found or (idle and now_s >= self._again_at_s):
+                self._asked, self._before = {peer: here[peer] for peer in found}, dict(self.times)
                 self._asking = self._agent.spawn(self._profile())
             return []
         if not self._asking.done():
@@ -85,7 +97,18 @@ class Newcomers:
         self._asking = None
         answered = {p: known for p, known in self._asked.items() if here.get(p) == known}  # not started anew since
         self._known |= answered
-        return [Joined(peer) for peer in sorted(answered.keys() & present)]
+        joined = [Joined(peer) for peer in sorted(answered.keys() & present)]
+        others = [Profiled(p) for p in sorted(idle - answered.keys()) if self._has_shifted(p, slow.get(p, 1.0))]
+        self._again_s = FRESH_S if joined or others else min(2 * self._again_s, SELDOM_S)
+        self._again_at_s = now_s + self._again_s
+        return [*joined, *others]
+
+    def _has_shifted(self, peer: str, slow: float) -> bool:
+        """Whether it was profiled again, and computes otherwise than was known."""
+        before, now = self._before.get(peer), self.times.get(peer)
+        if now is None or now is before:
+            return False
+        return before is None or before.sizes != now.sizes or abs(now.total_s / (before.total_s * slow) - 1) >= SHIFT
 
     def lost(self, peers: Collection[str]) -> None:
         """These are members no more, and may come back: as another process, or as the same one."""
@@ -111,7 +134,8 @@ class Newcomers:
     async def _profile(self) -> None:
         with contextlib.suppress(MeshceeError):  # its claimed speed stands in
             self.times |= await self._ask()
-        log.info("devices have come while the job runs", peers=sorted(self._asked))
+        if self._asked:
+            log.info("devices have come while the job runs", peers=sorted(self._asked))
 
     def close(self) -> None:
         if self._asking is not None:
@@ -391,7 +415,7 @@ class Adaptation:
             if not self._shifted and len(calm_s) >= LASTING_STEPS:
                 self._calm_s = median(calm_s)
             self._shifted = True
-        joined = self._newcomers.look(self._plan.peers)
+        joined = self._newcomers.look(self._plan.peers, self._senses.slow)
         for shift in joined:
             self._senses.forget(shift.peer)
             self._profiled.add(shift.peer)

@@ -27,6 +27,7 @@ from meshcee.optim import Optimizer
 from meshcee.stage.runner import StageRunner
 from peers.device.compute import Compute, Pace
 from peers.device.graphs import Graphs
+from peers.measure import block_profiler
 from peers.measure.block_profiler import BlockProfiler, ProfileRequest
 from peers.planning.job_costs import costs_of, sizes_of
 from peers.transport.base import Frame, StreamClosed
@@ -206,7 +207,9 @@ async def test_any_model_can_be_profiled(name: str) -> None:
     assert times.kind_times(costs.alike).stage(0, len(costs.blocks), request.sizes[0]).total_s > 0
 
 
-async def test_a_second_request_is_answered_from_memory_without_the_graph() -> None:
+async def test_a_second_request_is_answered_from_memory_without_the_graph_until_it_is_old(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job, captured = captured_job()
     data = encode_program(captured.train)
     ask = Frame(
@@ -230,6 +233,13 @@ async def test_a_second_request_is_answered_from_memory_without_the_graph() -> N
             assert second.kind == messages.PROFILED
             assert bytes(second.payloads[0]) == bytes(first.payloads[0])
             assert BlockTimes.from_json(msgpack.unpackb(second.payloads[0])).sizes == (2,)
+            monkeypatch.setattr(block_profiler, "FRESH_S", 0.0)  # the device may have been busy with other work
+            late = await owner.open("peer", "profile")
+            await late.send(ask)
+            assert (await late.recv()).kind == messages.WANTED
+            await late.send(Frame(messages.GRAPH, {}, [data]))
+            third = await late.recv()
+            assert bytes(third.payloads[0]) != bytes(first.payloads[0])
 
 
 async def refusal(data: bytes, ask: Frame, graph: Frame, **settings: Any) -> Frame:

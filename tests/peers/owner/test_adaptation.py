@@ -36,7 +36,18 @@ from benchmarks.rehearsal import (
 )
 from meshcee.adapt.paces import Paces
 from meshcee.adapt.rule import Level
-from meshcee.adapt.senses import DOUBTFUL, FAST, LASTING_STEPS, Carries, Computes, Feeds, Joined, Reads, Senses
+from meshcee.adapt.senses import (
+    DOUBTFUL,
+    FAST,
+    LASTING_STEPS,
+    Carries,
+    Computes,
+    Feeds,
+    Joined,
+    Profiled,
+    Reads,
+    Senses,
+)
 from meshcee.capture import capture
 from meshcee.eager import plain
 from meshcee.events import Event
@@ -94,7 +105,14 @@ def test_a_shift_is_told_with_the_names_of_peers() -> None:
     names = {"a": "ann", "b": "ben"}
     told = [
         shift.text(names)
-        for shift in (Computes("a", 1.5), Carries(("a", "b"), 0.25), Feeds("b", 2), Reads(0.17), Joined("c"))
+        for shift in (
+            Computes("a", 1.5),
+            Carries(("a", "b"), 0.25),
+            Feeds("b", 2),
+            Reads(0.17),
+            Joined("c"),
+            Profiled("c"),
+        )
     ]
     assert told == [
         "ann takes 1.50 times as long to compute",
@@ -102,6 +120,7 @@ def test_a_shift_is_told_with_the_names_of_peers() -> None:
         "the link that feeds ben has 2.00 times its bandwidth",
         "data: the samples of a step take 0.17 s",
         "c has joined",
+        "c computes otherwise than when it was profiled before",
     ]
 
 
@@ -332,48 +351,6 @@ async def test_a_link_that_flaps_causes_one_change_in_fifty_steps_at_most(every:
     assert played.total_s <= 1.25 * hindsight_s(factors, [fresh(1.0), fresh(POOR)])
 
 
-async def test_a_device_that_joins_is_profiled_and_taken_in_where_it_pays() -> None:
-    alone = sorted(SPEEDS.keys() - {"far"})
-    with capture_logs() as logged:
-        played = await rehearse([1.0] * 60, comes=("far", 10))
-    assert played.plans[9].peers == fresh(1.0, alone).peers
-    assert step_s(fresh(1.0, alone), 1.0) > 1.5 * step_s(fresh(1.0), 1.0), "there is something to gain"
-    assert within(played.plans, 1.0) >= 0.95
-    assert (len(played.changes), played.profiled) == (1, 1)
-    (change,) = [entry for entry in logged if entry["event"] == Event.PLAN_CHANGES]
-    assert change["cause"] == ("far has joined",)
-    assert change["alternatives_s"][0] < change["step_s"]
-    (since,) = [entry for entry in logged if entry["event"] == Event.PLAN_CHANGED]
-    assert since["gain"] > 1.5
-
-
-async def test_a_device_that_is_started_anew_before_it_was_missed_is_taken_in() -> None:
-    """It is as new as one that nobody knew, though its record never went."""
-    played = await rehearse([1.0] * 40, comes=("far", 10), off=dict.fromkeys(SPEEDS, 1.0), lingers=True)
-    assert (len(played.changes), played.profiled) == (1, 1)
-    assert "far" in played.plans[-1].peers
-
-
-async def test_a_member_that_was_lost_joins_again_as_the_same_process() -> None:
-    here, asked = FakeMesh(Played([1.0]), True, 1.0), profiles(dict.fromkeys(SPEEDS, 1.0))
-    newcomers = Newcomers(cast(Any, here), here.profiles, asked)
-    assert newcomers.look([*SPEEDS]) == []
-    newcomers.lost(["far"])
-    members = ["near-0", "near-1"]
-    assert newcomers.look(members) == [], "it is asked first"
-    await asyncio.sleep(0.01)
-    assert newcomers.look(members) == [Joined("far")]
-    assert newcomers.look(members) == []
-
-
-async def test_a_device_that_was_slow_counts_for_what_it_is_when_it_has_come_back() -> None:
-    slow = ("far", range(15, 60))
-    played = await rehearse([1.0] * 120, off=dict.fromkeys(SPEEDS, 1.0), slow=slow)
-    assert "far" not in played.plans[slow[1].stop].peers, "it holds the others up"
-    assert "far" in played.plans[-1].peers
-    assert within(played.plans, 1.0) >= 0.95
-
-
 async def test_each_decision_is_told_with_its_cause_alternatives_and_gains() -> None:
     """The link recovers when so few steps are left that going back would not pay."""
     factors = [1.0] * 15 + [POOR] * 60 + [1.0] * 14
@@ -404,14 +381,6 @@ async def test_moments_that_held_up_the_first_step_are_part_of_what_a_change_tak
     (first, second), (same, later) = takes_s
     assert same == first, "no plan had begun in the place of another"
     assert later == pytest.approx(second + 3.0, abs=0.1)
-
-
-async def test_a_device_that_is_no_help_is_told_of_and_left_out() -> None:
-    with capture_logs() as logged:
-        played = await rehearse([POOR] * 40, comes=("far", 10))
-    assert (played.changes, played.searches, played.profiled) == ([], 1, 1)
-    (stays,) = [entry for entry in logged if entry["event"] == Event.PLAN_STAYS]
-    assert stays["cause"] == ("far has joined",)
 
 
 STEPS, MICRO = 60, 8
