@@ -8,13 +8,15 @@ loop on such a device. One that mixes classes has those of no single machine, an
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import combinations
 
+from meshcee.errors import PlanError
 from meshcee.figures.profile import DeviceProfile
 from meshcee.figures.versions import Versions
 from meshcee.plan import LeftOut, Plan
 
-__all__ = ["MIXES", "KernelClass", "class_of", "fitting", "remark", "with_classes", "without_threads"]
+__all__ = ["MIXES", "KernelClass", "check_alike", "class_of", "fitting", "remark", "with_classes", "without_threads"]
 
 MIXES = ("none", "devices", "versions")
 
@@ -108,6 +110,22 @@ def fitting(
             LeftOut(peer, f'it is a {class_of(kept.pop(peer), threads)}; Job(mix="none") keeps to one kernel class')
         )
     return kept, left
+
+
+def check_alike(plan: Plan, devices: Mapping[str, DeviceProfile], names: Mapping[str, str]) -> None:
+    """PlanError where pipelines have a block on devices of two classes: each applies the same gradients, and rounds by itself."""
+    held = [(p, stage, peer) for p in plan.pipelines for stage in p.stages for peer in stage.peers]
+    classes = {peer: class_of(devices[peer], plan.threads) for _, _, peer in held}
+    for (p, stage, peer), (q, other, twin) in combinations(held, 2):
+        first, end = max(stage.first, other.first), min(stage.end, other.end)
+        one, two = classes[peer], classes[twin]
+        if one != two and p is not q and first < end:
+            unlike = " and ".join(f.name for f in fields(KernelClass) if getattr(one, f.name) != getattr(two, f.name))
+            raise PlanError(
+                f"the plan has blocks {first}..{end - 1} on {names.get(peer, peer)} ({one}) and {names.get(twin, twin)} ({two}), "
+                f"unlike in {unlike}, whose copies of the weights would drift apart; give what pipelines share to devices of "
+                "one kernel class, or put all devices in one pipeline"
+            )
 
 
 def with_classes(plan: Plan, devices: Mapping[str, DeviceProfile], threads: int) -> Plan:

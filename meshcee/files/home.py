@@ -53,6 +53,7 @@ class About:
     plan: Mapping[str, Any] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
     weights: Mapping[str, str] = field(default_factory=dict)  # digests of the first ones; none in older runs
+    samples: Mapping[str, str] = field(default_factory=dict)  # digests of a few, by index; as above
 
 
 @dataclass(frozen=True)

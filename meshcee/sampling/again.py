@@ -6,6 +6,7 @@ or a generator of its own is found out here, and what a run feeds of it is kept 
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Mapping
 
@@ -13,12 +14,12 @@ import structlog
 import torch
 
 from meshcee.errors import MeshceeError, UsageError
-from meshcee.files.tensor_files import flat_bytes
-from meshcee.job import Job
+from meshcee.files.tensor_files import byte_view, flat_bytes
+from meshcee.job import At, Job
 from meshcee.sampling.order import read
 from meshcee.sampling.source import inputs_of_one
 
-__all__ = ["FED", "MOST_BYTES", "alike", "repeats", "unrepeatable"]
+__all__ = ["FED", "MOST_BYTES", "alike", "check_samples", "repeats", "sample_digests", "unrepeatable"]
 
 log = structlog.get_logger()
 
@@ -33,7 +34,7 @@ Raw = Mapping[str, torch.Tensor]  # inputs of one micro-batch by name
 
 def repeats(job: Job, *, keeps: bool) -> bool:
     """Whether a few samples are what they were when they are read again. If not, a warning says what it costs; `keeps`: the run
-    has a folder. Data that waits to be told its epoch is warned of too.
+    has a folder. UsageError for an audit, which reads them again. Data that waits to be told its epoch is warned of too.
     """
     if hasattr(job.data, "set_epoch") and not job.streams:
         log.warning(
@@ -43,6 +44,11 @@ def repeats(job: Job, *, keeps: bool) -> bool:
     why = unrepeatable(job)
     if why is None:
         return True
+    if job.audit:
+        raise UsageError(
+            "an audit reads samples of steps again, and this data gives other ones then: let data[i] depend "
+            "on i and torch's generators alone, or leave audit out"
+        )
     step_bytes = job.batch_size * sum(tensor.nbytes for tensor in _sample(job, 0).values())
     cost = f"all that is fed is kept on the disk, {step_bytes:,} bytes a step and at most {MOST_BYTES:,}"
     log.warning(f"{why}; {cost if keeps else 'this run has no folder to keep it, so a lost peer ends the run'}")
@@ -76,6 +82,29 @@ def unrepeatable(job: Job) -> str | None:
         if len(first) >= AT_LEAST and time.monotonic() - began_s > LOOK_S:
             break
     return next((_ANOTHER.format(i) for i in reversed(first) if not alike(first[i], _sample(job, i))), None)
+
+
+def sample_digests(job: Job) -> dict[str, str]:
+    """Of a few of these samples by index, for who compares two runs; none of a stream, or of data elsewhere."""
+    if job.streams or isinstance(job.data, At):
+        return {}
+    found = {}
+    for i in sorted({k * len(job.data) // LOOKED_AT for k in (0, LOOKED_AT // 2, LOOKED_AT - 1)}):
+        digest = hashlib.sha256()
+        for name, tensor in sorted(_sample(job, i).items()):
+            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+            digest.update(byte_view(tensor.cpu()))
+        found[str(i)] = digest.hexdigest()
+    return found
+
+
+def check_samples(own: Mapping[str, str], run: Mapping[str, str]) -> None:
+    """UsageError where a run had other samples. It has no digests if it is older, or its data did not repeat: then it passes."""
+    if other := next((i for i, digest in own.items() if run.get(i, digest) != digest), None):
+        raise UsageError(
+            f"the run was made with other samples: data[{other}] is another one here; give the same data, seeded if it is "
+            "drawn, or start a new run"
+        )
 
 
 _ANOTHER = (

@@ -23,11 +23,12 @@ from meshcee.errors import UsageError
 from meshcee.optim import Optimizer, Schedule
 from meshcee.user_code import calling
 
-__all__ = ["HyperSchedule", "first_rates", "scheduled"]
+__all__ = ["HyperSchedule", "scheduled", "some_rates"]
 
 DRIVEN = ("lr", "momentum", "betas")  # what torch's schedulers write
 KEPT_EVERY = 1024  # steps; going back then takes some 30 ms
 MOST_KEPT = 64
+MOST_DRIVEN = 256  # steps that are walked through for `some_rates`, which takes some 10 ms
 LOOK_S = 2.0
 
 
@@ -93,6 +94,8 @@ class HyperSchedule:
                 self._kept.pop()
             self._step, pair = self._kept[-1] if self._kept else (0, self._first)
             self._optimizer, self._scheduler = self._copied(pair)
+        if isinstance(self._scheduler, torch.optim.lr_scheduler.LambdaLR):  # needs no rate of the steps before
+            self._step = self._scheduler.last_epoch = step - 1
         with warnings.catch_warnings():
             # torch warns that optimizer.step() was not called: the peers call it.
             warnings.simplefilter("ignore", UserWarning)
@@ -105,12 +108,15 @@ class HyperSchedule:
                     self._kept.append((self._step, self._copied((self._optimizer, self._scheduler))))
 
 
-def first_rates(optimizer: Optimizer, schedule: Schedule | None, steps: int) -> list[str]:
-    """What the functions of a schedule give in the first of its steps; nothing for one without any: its words say all."""
+def some_rates(optimizer: Optimizer, schedule: Schedule | None, steps: int) -> list[str]:
+    """What the functions of a schedule give in some of its steps; nothing for one without any: its words say all. These are the
+    first steps, and then each is twice as late as the one before. So a job with more steps has the same ones first.
+    """
     if schedule is None or next(_functions(schedule), None) is None:
         return []
     driven = HyperSchedule(optimizer, schedule)
-    return [repr(driven.at(step)) for step in range(1, min(steps, 4))]
+    end = steps if schedule.name == "LambdaLR" else min(steps, MOST_DRIVEN + 1)
+    return [repr(driven.at(step)) for step in (1, 2, 3, *(1 << k for k in range(2, end.bit_length()))) if step < end]
 
 
 def scheduled(optimizer: Optimizer, schedule: Schedule | None) -> Optimizer:

@@ -23,19 +23,9 @@ from meshcee.files import Home
 from meshcee.files.home import About
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan
-from meshcee.sampling import unrepeatable
+from meshcee.sampling.again import check_samples, sample_digests, unrepeatable
 from peers.node.agent import Agent
-from peers.owner import (
-    EvaluationFeed,
-    Predictions,
-    Report,
-    Result,
-    Training,
-    Wanted,
-    next_incarnation,
-    own,
-    with_state,
-)
+from peers.owner import EvaluationFeed, Predictions, Report, Result, Training, Wanted, next_incarnation, own, with_state
 from peers.planning import Planned, ask_plan, given_plan, question
 from peers.state import check_same, check_weights, first_weights
 
@@ -179,11 +169,12 @@ class Mesh:
                 f"{why}. What the run was fed lies on its owner's disk only, so a standby could not compute a step again: write "
                 "this, or leave --standby out"
             )
-        own = await asyncio.to_thread(first_weights, captured)
+        own, samples = await asyncio.to_thread(lambda: (first_weights(captured), sample_digests(job)))
 
         def check(info: Mapping[str, Any]) -> None:
             check_same(job, captured, info.get("job", {}), int(info.get("micro_batch", 0)))
-            check_weights(own, read(info, About, "the run", defaults=True).weights, again=True)
+            check_weights(own, (about := read(info, About, "the run", defaults=True)).weights, again=True)
+            check_samples(samples, about.samples)
 
         return await stand_by(self.agent, self.agent.shelf, self._home, job.name, check, tell)
 

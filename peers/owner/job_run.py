@@ -27,7 +27,7 @@ from meshcee.figures import BlockTimes, DeviceProfile, JobCosts
 from meshcee.files import Home, Run, Trouble, disk, number, settled
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Term
-from meshcee.sampling import FED, repeats
+from meshcee.sampling.again import FED, check_samples, repeats, sample_digests
 from meshcee.stage import check_kinds, remarks
 from peers.mesh_view import MeshView
 from peers.owner.diary import Diary, Numbers, next_incarnation, same_threads
@@ -134,7 +134,8 @@ class Training:
         self._store: CheckpointStore | None = None  # of the newest epoch
         self.base: Checkpoint | CopySet | None = None  # what the next epoch begins with; None: the model as captured
         self._durable: Checkpoint | None = None  # the newest on the disk
-        self._repeats = True  # data[i] is the same whenever it is read; else what was fed is kept
+        # Digests of a few, at the start; None: data[i] is another one whenever it is read, so what was fed is kept.
+        self._samples: Mapping[str, str] | None = {}
         self._fed: Fed | None = None
         self._steering = Steering(job, callbacks, saves=home is not None)
         self._numbers = Numbers()
@@ -193,17 +194,11 @@ class Training:
             if self._captured is None:
                 self._captured = await asyncio.to_thread(capture, self._job)
             self._steering.begin(self._captured)
-            if self._wanted.resume is not None:
-                reports = await asyncio.to_thread(self._go_on, self._wanted.resume, self._captured)
+            if (run := self._wanted.resume) is not None:
+                reports = await asyncio.to_thread(self._go_on, run, self._captured)
+            await self._listen(self._look_at_data)
+            if run is not None:
                 await self._listen(self._steering.listeners.event("on_resume", reports))
-            look = partial(repeats, self._job, keeps=self._home is not None)
-            reading = asyncio.get_running_loop().run_in_executor(None, look)
-            self._repeats = await self._stalls.watch(reading)
-            if self._job.audit and not self._repeats:
-                raise UsageError(
-                    "an audit reads samples of steps again, and this data gives other ones then: let data[i] depend "
-                    "on i and torch's generators alone, or leave audit out"
-                )
             with settled():
                 await self._epochs()
             await self._listen(self._steering.listeners.end(self.result, None))
@@ -281,6 +276,13 @@ class Training:
         self._job = replace(self._job, micro_batch_size=base.micro_batch, threads=threads)
         self._captured = captured.over(base.weights(captured.state))
         return base.next_step, base.manifest["devices"]
+
+    def _look_at_data(self) -> None:
+        """Whether it is the same when it is read again, and what it was when the run began."""
+        is_same, found = repeats(self._job, keeps=self._home is not None), sample_digests(self._job)
+        if self._diary is not None:
+            check_samples(found, self._diary.run.about.samples)
+        self._samples = found if is_same else None
 
     # -- epochs --------------------------------------------------------------------------------------------------------
 
@@ -649,7 +651,7 @@ class Training:
         }
         try:
             if self._diary is None:
-                info["weights"] = first_weights(captured)
+                info |= {"weights": first_weights(captured), "samples": self._samples or {}}
                 self._diary = Diary(self._home.new_run(self._job.name), self._trouble)
             run, begins = self._diary.run, not self._diary.is_begun
             if begins:
@@ -668,7 +670,7 @@ class Training:
             raise UsageError(
                 f"the run's folder cannot be written ({disk.refusal(error)}): make room, or set MESHCEE_HOME to another folder"
             ) from error
-        if self._fed is None and (not self._repeats or (run.folder / FED).exists()):
+        if self._fed is None and (self._samples is None or (run.folder / FED).exists()):
             from meshcee.sampling.fed import Fed
 
             self._fed = Fed(run.folder / FED, self._numbers.losses.__contains__, self._floor)

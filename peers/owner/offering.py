@@ -20,6 +20,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import CaptureError, ProtocolError
 from meshcee.events import Event
 from meshcee.figures import DeviceProfile
+from meshcee.figures.kernels import check_alike
 from meshcee.files.tensor_files import nbytes_of
 from meshcee.job import Job
 from meshcee.plan import Plan
@@ -170,3 +171,4 @@ def check_members(
 
         check_judges(plan, devices, names)
     check_kinds(captured, plan, {peer: device.kind for peer, device in devices.items()})
+    check_alike(plan, devices, names)

@@ -38,7 +38,7 @@ from meshcee.files import Run, disk, dumps, loads
 from meshcee.files.tensor_files import Layout, OnDemand, byte_view, head_of
 from meshcee.job import Job
 from meshcee.sampling import order_digest
-from meshcee.sampling.hyper import first_rates
+from meshcee.sampling.hyper import some_rates
 from meshcee.stage import AVERAGE
 
 __all__ = ["Checkpoint", "CheckpointStore", "Draft", "check_same", "check_weights", "description", "first_weights"]
@@ -75,7 +75,7 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
         "reduction": job.reduction,
         "precision": f"{job.precision} but for {', '.join(job.keep_fp32)}" if job.keep_fp32 else job.precision,
         "computation": hashlib.sha256(computed).hexdigest(),
-        "rates": first_rates(job.optimizer, job.schedule, job.steps),
+        "rates": some_rates(job.optimizer, job.schedule, job.steps),
     }
 
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
 from meshcee.errors import PlanError
-from meshcee.figures.kernels import KernelClass, class_of, fitting, remark, with_classes, without_threads
+from meshcee.figures.kernels import (
+    KernelClass,
+    check_alike,
+    class_of,
+    fitting,
+    remark,
+    with_classes,
+    without_threads,
+)
 from meshcee.figures.measured import JobCosts, Measured
 from meshcee.figures.profile import BlockCost, DeviceProfile
 from meshcee.figures.versions import PYTHON_FROM, TORCH_BELOW, TORCH_FROM, Versions
@@ -35,6 +44,43 @@ def test_a_class_is_all_that_decides_bits() -> None:
     assert str(class_of(GPU, 1)) == "cuda H200, torch 2.13.0+cu130"  # whose kernels no CPU's threads change
     assert class_of(CPU, 1) == class_of(replace(CPU, host="g", cores=64, name="its twin"), 1)
     assert len({class_of(d, n) for d in (CPU, OTHER, GPU, OLD) for n in (1, 2)}) == 7
+
+
+def beside(*rows: tuple[tuple[str, int], ...]) -> Plan:
+    """A pipeline for each row: peers, and the blocks that each has."""
+    pipelines = []
+    for members in rows:
+        ends = list(accumulate(blocks for _, blocks in members))
+        stages = (Stage(e - n, e, (Member(p, 2),), 1, 1) for (p, n), e in zip(members, ends, strict=True))
+        pipelines.append(Pipeline(2, tuple(stages)))
+    return Plan(2, tuple(pipelines), threads=1)
+
+
+@pytest.mark.parametrize(
+    ("unlike", "what"),
+    [
+        (OTHER, r"Intel AVX512, torch 2\.13\.0\+cpu, 1 thread\), unlike in model,"),
+        (OLD, "in torch,"),
+        (GPU, "in kind and model and torch and threads,"),
+    ],
+)
+def test_pipelines_have_a_block_on_devices_of_one_class(unlike: DeviceProfile, what: str) -> None:
+    devices = {"a": CPU, "b": unlike, "c": replace(CPU, host="c", name="its twin"), "d": unlike}
+    names = {peer: f"the {peer}" for peer in devices}
+    check_alike(beside((("a", 4),), (("c", 4),)), devices, names)
+    check_alike(beside((("a", 1), ("b", 3)), (("c", 1), ("d", 3))), devices, names)
+    check_alike(beside((("a", 1), ("b", 3))), devices, names)  # one pipeline may mix
+    with pytest.raises(PlanError, match=rf"blocks 0\.\.3 on the a \(.* and the b \(.*{what}.* one kernel class"):
+        check_alike(beside((("a", 4),), (("b", 4),)), devices, names)
+    with pytest.raises(PlanError, match=r"blocks 1\.\.1 on the b \(.* and the c \(.* one kernel class"):
+        check_alike(beside((("a", 1), ("b", 3)), (("c", 2), ("d", 2))), devices, names)
+
+
+def test_threads_of_their_own_make_two_classes() -> None:
+    plan, devices = replace(beside((("a", 4),), (("b", 4),)), threads=0), {"a": CPU, "b": replace(CPU, threads=4)}
+    with pytest.raises(PlanError, match="unlike in threads,"):
+        check_alike(plan, devices, {})
+    check_alike(replace(plan, threads=1), devices, {})
 
 
 def test_by_default_devices_may_be_unlike_and_versions_not() -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from meshcee.capture import capture
 from meshcee.errors import PlanError, UsageError
+from meshcee.figures import DeviceProfile
 from peers.node.assemble import InProcess, JoinOptions
+from peers.owner.offering import check_members
 from peers.planning.given import check_plan, placed
 from tests.peers.groups.test_groups import mixing_job
 from tests.peers.member.test_training import make_job
@@ -71,6 +73,19 @@ def test_a_plan_rounds_no_more_than_its_job(codec: str, has: str, way: str) -> N
         check_plan(plan, replace(job, codec=codec), captured)
     check_plan(plan, replace(job, codec="auto"), captured)
     check_plan(PLAN, replace(job, codec=codec), captured)
+
+
+def test_pipelines_that_share_blocks_lie_on_devices_of_one_class() -> None:
+    """Before anything is offered, whoever has made the plan."""
+    job = mixing_job("", batch_size=12)
+    captured = capture(job)
+    plan = beside(PLAN, (1, [(3, (6,))]), (1, [(3, (6,))]))
+    device = DeviceProfile("cpu", "a processor", 1 << 33, 1e10, 2, "AMD AVX2")
+    here, there = plan.peers
+    check_members(job, captured, plan, {here: device, there: device}, {})
+    unlike = {here: device, there: replace(device, capability="Intel AVX512")}
+    with pytest.raises(PlanError, match=r"blocks 0\.\.2 on ann .* and bob .*, unlike in model"):
+        check_members(job, captured, plan, unlike, {here: "ann", there: "bob"})
 
 
 def test_several_pipelines_divide_the_batch() -> None:

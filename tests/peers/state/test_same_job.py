@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +16,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshcee.capture import capture
-from meshcee.errors import UsageError
-from meshcee.job import Job
+from meshcee.errors import UsageError, unwrap
+from meshcee.files.home import Home
+from meshcee.job import At, Job
 from meshcee.optim import Optimizer, Schedule
+from meshcee.sampling.again import check_samples, sample_digests
+from peers.node.assemble import JoinOptions, join
 from peers.state import check_same
 from peers.state.checkpoint import description
 
@@ -27,7 +33,10 @@ def half(step: int) -> float:
     return 0.5**step
 
 
-def job_of(act: nn.Module | None = None, dropout: float = 0.1, factor: float = 0.9, **options: Any) -> Job:
+def job_of(
+    act: nn.Module | None = None, dropout: float = 0.1, factor: float = 0.9, late: float = 0.9, **options: Any
+) -> Job:
+    """The rates fall by `factor`, and in the run's second half by `late`."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), act or nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1))
     return Job(
@@ -36,7 +45,7 @@ def job_of(act: nn.Module | None = None, dropout: float = 0.1, factor: float = 0
             "loss": F.mse_loss,
             "data": ROWS,
             "optimizer": Optimizer("SGD", lr=0.1),
-            "schedule": Schedule("LambdaLR", lr_lambda=lambda step: factor**step),
+            "schedule": Schedule("LambdaLR", lr_lambda=lambda step: (factor if step < 12 else late) ** step),
             "batch_size": 8,
             "steps": 20,
             **options,
@@ -79,6 +88,29 @@ def test_a_run_that_ended_early_may_get_more_steps() -> None:
         check_same(job_of(steps=20, factor=0.5), capture(job_of()), description(short, capture(short)), 4)
 
 
+def test_rates_of_the_second_half_are_compared_and_cost_a_long_run_nothing() -> None:
+    with pytest.raises(UsageError, match="another schedule"):
+        checked(job_of(late=0.5))
+    asked: list[int] = []
+    long = Schedule("LambdaLR", lr_lambda=lambda step: asked.append(step) or 1.0)  # type: ignore[func-returns-value]
+    description(job := job_of(schedule=long, steps=1_000_000), capture(job))
+    assert max(asked) > 500_000
+    assert len(asked) < 100
+    asked.clear()
+    long = Schedule("MultiplicativeLR", lr_lambda=lambda step: asked.append(step) or 1.0)  # type: ignore[func-returns-value]
+    description(job := job_of(schedule=long, steps=1_000_000), capture(job))
+    assert max(asked) == len(asked) == 256, "its rates follow from those before"
+
+
+def test_a_run_of_an_older_version_has_the_first_three_rates() -> None:
+    job = job_of()
+    older = description(job, capture(job))
+    older["rates"] = older["rates"][:3]
+    check_same(job, capture(job), older, 4)
+    with pytest.raises(UsageError, match="another schedule"):
+        check_same(job_of(factor=0.5), capture(job), older, 4)
+
+
 def test_a_run_of_an_older_version_says_nothing_of_functions() -> None:
     job = job_of()
     older = {k: v for k, v in description(job, capture(job)).items() if k not in ("computation", "rates")}
@@ -104,3 +136,110 @@ def test_another_process_finds_the_same_computation() -> None:
         for seed in ("1", "77")
     }
     assert len(found) == 1
+
+
+def drawn(seed: int, rows: int = 32) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """As a job's file draws them, which seeds nothing: the process has another seed each time."""
+    return [
+        (row, row.sum(0, keepdim=True)) for row in torch.randn(rows, 8, generator=torch.Generator().manual_seed(seed))
+    ]
+
+
+def changed(at: int, how: Callable[[torch.Tensor], torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(how(x) if i == at else x, y) for i, (x, y) in enumerate(ROWS)]
+
+
+class Again:
+    """Rows whose first number counts the reads."""
+
+    def __init__(self) -> None:
+        self._reads = itertools.count()
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = ROWS[i]
+        return torch.cat([torch.tensor([float(next(self._reads))]), x[1:]]), y
+
+
+class Noisy:
+    """Rows under noise from torch's generator, which every read seeds."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self._scale = scale
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return ROWS[i][0] + self._scale * torch.randn(8), ROWS[i][1]
+
+
+@pytest.mark.parametrize(
+    ("data", "index"),
+    [
+        (drawn(1), 0),
+        (changed(16, lambda x: x + 1e-6), 16),
+        (changed(30, lambda x: x.double()), 30),
+        (changed(0, lambda x: x.reshape(2, 4)), 0),
+        (Noisy(), 0),
+    ],
+)
+def test_other_samples_are_found(data: Any, index: int) -> None:
+    own = sample_digests(job_of(data=data))
+    with pytest.raises(UsageError, match=rf"other samples: data\[{index}\] is .* seeded .*start a new run"):
+        check_samples(own, sample_digests(job_of()))
+    check_samples(own, sample_digests(job_of(data=data)))
+    check_samples(own, {})  # a run of an older version
+
+
+def test_data_that_is_read_elsewhere_or_in_order_has_no_samples_to_compare() -> None:
+    assert not sample_digests(job_of(data=At("hospital", "scans", like=ROWS[0], samples=32)))
+
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            yield from ROWS
+
+    assert not sample_digests(job_of(data=Stream()))
+
+
+def test_few_rows_and_what_collate_makes_of_them_are_compared() -> None:
+    assert set(sample_digests(job_of(data=drawn(0, 8), batch_size=8))) == {"0", "4", "7"}
+    assert set(sample_digests(job_of(data=drawn(0, 1), batch_size=1))) == {"0"}
+    halved = job_of(collate=lambda rows: (torch.stack([x / 2 for x, _ in rows]), torch.stack([y for _, y in rows])))
+    with pytest.raises(UsageError, match="other samples"):
+        check_samples(sample_digests(halved), sample_digests(job_of()))
+
+
+async def trained(home: Home, data: Any, until: int | None = None, resume: str | None = None) -> list[float]:
+    job = job_of(data=data, steps=4, schedule=None, adapt=False, verify=False, checkpoint_every=1)
+    try:
+        async with join(JoinOptions(local=1), home) as mesh:
+            async with contextlib.aclosing(mesh.train(job, resume=resume)) as training:
+                async for report in training:
+                    if report.step == until:
+                        break
+            return list(mesh.result.losses)
+    except BaseExceptionGroup as group:
+        raise unwrap(group) from group
+
+
+async def test_a_run_goes_on_with_its_own_samples_alone(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    await trained(home, drawn(1), until=2)
+    with pytest.raises(UsageError, match=r"other samples: data\[0\]"):
+        await trained(home, drawn(2), resume="last")
+    with pytest.raises(UsageError, match=r"other samples: data\[0\]"):
+        await trained(home, Again(), resume="last")  # that it repeats no more is no excuse
+    with pytest.raises(UsageError, match="run was made with samples 32, the job says 40"):
+        await trained(home, drawn(1, 40), resume="last")
+    assert await trained(home, drawn(1), resume="last") == await trained(Home(tmp_path / "whole"), drawn(1))
+
+
+@pytest.mark.parametrize("data", [Again, Noisy])
+async def test_a_run_whose_samples_are_drawn_at_each_read_goes_on(tmp_path: Path, data: Callable[[], Any]) -> None:
+    """Where they are others at each read, the run keeps what it feeds; else every read draws the same."""
+    home = Home(tmp_path)
+    await trained(home, data(), until=2)
+    assert len(await trained(home, data(), resume="last")) == 4
