@@ -45,17 +45,7 @@ from meshcee.capture.export import (
     refuse_shared,
     settled,
 )
-from meshcee.capture.graph import (
-    Analysis,
-    Batch,
-    Dim,
-    Input,
-    Node,
-    NodeRefused,
-    Program,
-    find_recomputed,
-    teach_shapes,
-)
+from meshcee.capture.graph import Analysis, Batch, Dim, Input, Node, NodeRefused, Program, find_recomputed, teach_shapes
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.capture.outputs import no_loss, put_together, taken_apart

@@ -9,14 +9,4 @@ from meshcee.codec.base import Codec, is_coded
 from meshcee.codec.coder import Coder, Measured, noise_seed
 from meshcee.codec.ladder import CODECS, LADDER, accepted, codec_of
 
-__all__ = [
-    "CODECS",
-    "LADDER",
-    "Codec",
-    "Coder",
-    "Measured",
-    "accepted",
-    "codec_of",
-    "is_coded",
-    "noise_seed",
-]
+__all__ = ["CODECS", "LADDER", "Codec", "Coder", "Measured", "accepted", "codec_of", "is_coded", "noise_seed"]

@@ -8,13 +8,4 @@ from peers.node.assemble import JoinOptions, a_peer, join
 from peers.node.departure import Departure, ask_to_leave, find_peer
 from peers.node.mesh import Mesh, Result
 
-__all__ = [
-    "Departure",
-    "JoinOptions",
-    "Mesh",
-    "Result",
-    "a_peer",
-    "ask_to_leave",
-    "find_peer",
-    "join",
-]
+__all__ = ["Departure", "JoinOptions", "Mesh", "Result", "a_peer", "ask_to_leave", "find_peer", "join"]

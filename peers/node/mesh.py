@@ -25,17 +25,7 @@ from meshcee.job import Job
 from meshcee.plan import Epoch, Plan
 from meshcee.sampling import unrepeatable
 from peers.node.agent import Agent
-from peers.owner import (
-    EvaluationFeed,
-    Predictions,
-    Report,
-    Result,
-    Training,
-    Wanted,
-    next_incarnation,
-    own,
-    with_state,
-)
+from peers.owner import EvaluationFeed, Predictions, Report, Result, Training, Wanted, next_incarnation, own, with_state
 from peers.planning import Planned, ask_plan, given_plan, question
 from peers.state import check_same, check_weights, first_weights
 

@@ -34,13 +34,7 @@ def whole_draws(
 
 class _Draw:
     def __init__(
-        self,
-        node: Node,
-        number: int,
-        program: Program,
-        cuts: tuple[Cut, ...],
-        rows: tuple[int, int],
-        samples: int,
+        self, node: Node, number: int, program: Program, cuts: tuple[Cut, ...], rows: tuple[int, int], samples: int
     ) -> None:
         mixed = next((cuts[n].mixed for n in (*node.refs, number) if cuts[n].mixed), "")
         if mixed or node.value.multiple:
