@@ -10,21 +10,26 @@ import contextlib
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import structlog
 from torch import autograd, nn
 
 from meshcee.errors import UsageError
+from meshcee.events import Event
 from meshcee.job import Job
 from meshcee.sampling import indices_of, inputs_of
 from meshcee.user_code import Place, place_in
 
-__all__ = ["BACKWARD_PASS", "blame", "forward_place", "names_of", "names_of_probes", "odd_ones", "without_numbers"]
+__all__ = ["BACKWARD_PASS", "blame", "forward_place", "names_of", "odd_ones", "warnings_told", "without_numbers"]
+
+log = structlog.get_logger()
 
 BACKWARD_PASS = "the backward pass"
 MOST_ODD = 4  # samples that are looked for
 MOST_NAMED, MOST_SAID = 32, 1000  # samples of a micro-batch, characters of an error
+_OF_LIBRARIES = (DeprecationWarning, PendingDeprecationWarning, ResourceWarning)  # no user's to mend
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in .*\n\s*(.*)')
 
 
@@ -37,13 +42,6 @@ def names_of(job: Job, step: int, first: int, end: int, *, evaluate: bool = Fals
     return [f"data[{i}]" for i in indices_of(job, step)[first:end]]
 
 
-def names_of_probes(job: Job, count: int) -> list[str]:
-    """The same of the samples that are looked at before the first step."""
-    if job.streams:
-        return [f"sample {i + 1} of data" for i in range(count)]
-    return [f"data[{i * len(job.data) // count}]" for i in range(count)]
-
-
 def odd_ones(fails: Callable[[Sequence[int]], bool], rows: Sequence[int]) -> list[int]:
     """Of these rows, which fail together, those that fail by themselves, up to some; all where no half of them does."""
     if len(rows) == 1:
@@ -54,6 +52,21 @@ def odd_ones(fails: Callable[[Sequence[int]], bool], rows: Sequence[int]) -> lis
         if len(found) < MOST_ODD and fails(half):
             found += odd_ones(fails, half)
     return found or list(rows)
+
+
+@contextlib.contextmanager
+def warnings_told() -> Iterator[None]:
+    """What the user's code and torch warn of meanwhile is told once, by the user's own filters: peers run no code that warns."""
+    with warnings.catch_warnings(record=True) as heard:
+        filters: Any = warnings.filters
+        filters[:] = [("default" if action == "error" else action, *rest) for action, *rest in filters]
+        try:
+            yield
+        finally:
+            for text, warning in {f"{w.category.__name__}: {w.message}": w for w in reversed(heard)}.items():
+                if not issubclass(warning.category, _OF_LIBRARIES):
+                    where = f"{warning.filename}:{warning.lineno}"
+                    log.warning(Event.CODE_WARNS, warning=re.sub(r"\s+", " ", text), at=where)
 
 
 def forward_place(run: Callable[[], Any]) -> Place:

@@ -33,8 +33,8 @@ from meshcee.equality.failing import (
     blame,
     forward_place,
     names_of,
-    names_of_probes,
     odd_ones,
+    warnings_told,
     without_numbers,
 )
 from meshcee.equality.lines import line_that
@@ -56,6 +56,7 @@ from meshcee.sampling import (
     rebuild,
     source_of,
 )
+from meshcee.sampling.odd import names_of_probes
 from meshcee.stage import Chain
 
 __all__ = ["blamed", "examine", "refuse_failing"]
@@ -97,7 +98,7 @@ def examine(
 
     `budget_s` is what it may take, about; by default what the capture took.
     """
-    with _quietly(), large_apart():
+    with warnings_told(), large_apart():
         _Net(job, captured, cuts, max(LEAST_S, captured.took_s) if budget_s is None else budget_s, say).run(sizes)
 
 
@@ -127,7 +128,7 @@ def _own_error(
     job: Job, captured: Capture, batch: tuple[Any, Any], names: Sequence[str], *, evaluate: bool = False
 ) -> UsageError | None:
     """What the user's own model or loss fails with on this batch, whose rows have these names; None where it is not known to."""
-    with _quietly(), large_apart():
+    with warnings.catch_warnings(action="ignore"), large_apart():
         return _Net(job, captured, (), FAILING_S, lambda text: None).failing(batch, names, evaluate=evaluate)
 
 
@@ -143,13 +144,6 @@ def refuse_failing(job: Job, captured: Capture) -> None:
         raise error_of(next(iter(samples.values()))[0], "each sample that was looked at") or found[0]
     if found:
         raise found[0]
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    with warnings.catch_warnings():  # the user hears what the model warns of when it trains
-        warnings.simplefilter("ignore")
-        yield
 
 
 class _Net:

