@@ -20,7 +20,7 @@ from meshcee.errors import UsageError
 from meshcee.events import Event
 from meshcee.job import Job
 from meshcee.sampling import indices_of, inputs_of
-from meshcee.user_code import Place, place_in
+from meshcee.user_code import Place, is_ours, place_in
 
 __all__ = ["BACKWARD_PASS", "blame", "forward_place", "names_of", "odd_ones", "warnings_told", "without_numbers"]
 
@@ -65,8 +65,8 @@ def warnings_told() -> Iterator[None]:
         finally:
             for text, warning in {f"{w.category.__name__}: {w.message}": w for w in reversed(heard)}.items():
                 if not issubclass(warning.category, _OF_LIBRARIES):
-                    where = f"{warning.filename}:{warning.lineno}"
-                    log.warning(Event.CODE_WARNS, warning=re.sub(r"\s+", " ", text), at=where)
+                    at = {} if is_ours(warning.filename) else {"at": f"{warning.filename}:{warning.lineno}"}
+                    log.warning(Event.CODE_WARNS, warning=re.sub(r"\s+", " ", text), **at)
 
 
 def forward_place(run: Callable[[], Any]) -> Place:
