@@ -117,14 +117,7 @@ class Election:
     """The state machine of one peer. `chance()` is uniform over [0, 1): who claims first when a lease is lost."""
 
     def __init__(
-        self,
-        peer_id: str,
-        *,
-        eligible: bool,
-        ttl_s: float,
-        confirm_s: float,
-        terms: Terms,
-        chance: Callable[[], float],
+        self, peer_id: str, *, eligible: bool, ttl_s: float, confirm_s: float, terms: Terms, chance: Callable[[], float]
     ) -> None:
         self.peer_id = peer_id
         self.terms = terms

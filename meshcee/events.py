@@ -28,6 +28,7 @@ class Event(StrEnum):
     DATA_AWAITED = "data is awaited"
     UNFINISHED = "a run of this output_dir is unfinished: train(resume_from_checkpoint=True) goes on with it"
     GROUP_UNMET = "a pattern of the optimizer's groups= changes nothing"
+    CODE_WARNS = "the job's code warns"
     DROPOUT_IDLE = "the model is in train mode, and dropout inside of it is off: call model.train() if it is to be on"
     ENDED_EARLY = "EarlyStop has ended this run: raise its patience or leave it out to train on"
     EVALUATED_ONCE = "evaluations come after the last step alone: give the job eval_every"

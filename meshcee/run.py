@@ -102,18 +102,23 @@ def train(
     """Train to the end and return losses, metrics and the state dict; without `join`, in this process on `local` peers.
 
     `join`, `local`, `compute`, `device` and `keeps` are those of `meshcee.join`, all others those of its `mesh.train`.
-    `keep_best` says `keeps=True` too.
+    `keep_best` says `keeps=True` too, and so does a callback whose `needs_folder` is true, as that of `KeepBest`.
     Raises a MeshceeError naming the cause. Where an event loop runs already, as in a notebook, it trains beside that one and
     still returns only at the end; code that must not wait uses `meshcee.join`.
     """
     from meshcee.capture import capture  # here, as Ctrl-C would not be heard before its end in a loop.
 
+    keep = keeps or keep_best is not None or any(getattr(one, "needs_folder", False) for one in callbacks)
+    if join is not None or resume is not None:
+        from meshcee.files import Home
+        from peers.node.early import look_for
+
+        look_for(join, Home() if join or keep else None, resume)
     found = captured or capture(job)
 
     async def main() -> Result:
         measures = plan is None or job.adapt  # else nobody asks for figures
         count = local if join or local else 1
-        keep = keeps or keep_best is not None
         async with _joined(join, local=count, compute=compute, device=device, measures=measures, keeps=keep) as mesh:
             async for report in mesh.train(
                 job,

@@ -18,12 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from meshcee.errors import MeshceeError, UsageError
 
 __all__ = [
     "JOB_FILE",
     "Place",
+    "as_number",
     "avoided",
     "calling",
     "import_job_file",
@@ -146,6 +148,18 @@ def calling(what: str | Callable[[], str]) -> Iterator[None]:
             del _under_way[me]
         else:
             _under_way[me] = outer
+
+
+def as_number(what: str, given: Any) -> float:
+    """What the user's code has returned where one number is wanted: a Python number, or a tensor that holds one."""
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        shape = f" of shape {tuple(given.shape)}" if hasattr(given, "shape") else ""
+        raise UsageError(
+            f"{what} returns a {type(given).__name__}{shape}, and shall return one number for the samples it is given: "
+            "a mean over them, as (output.argmax(-1) == target).float().mean()"
+        ) from error
 
 
 def under_way() -> str:

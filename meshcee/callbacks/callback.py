@@ -21,10 +21,11 @@ class Callback:
 
     `waits` says what training waits for. With "evaluations" no step begins before `on_evaluate` has returned, so what it asks
     counts from the next step on, the same in every run. With "steps" that holds for `on_step` as well, and no two steps overlap.
-    With "never" training waits for nothing.
+    With "never" training waits for nothing. With `needs_folder`, `meshcee.train` keeps the run, as with `keeps=True`.
     """
 
     waits: ClassVar[str] = "evaluations"
+    needs_folder: ClassVar[bool] = False
     passes_on: ClassVar[bool] = False  # a callback of meshcee's that calls code of the user's
 
     def on_begin(self, run: Control) -> None:

@@ -95,6 +95,8 @@ class _Best(_OnMetric):
 class KeepBest(_Best):
     """The state with the best evaluation stays on the disk: `best` is (steps, value), `RUN@STEPS` its checkpoint."""
 
+    needs_folder = True
+
     def __init__(self, metric: str = "loss", *, mode: str = "min") -> None:
         super().__init__(metric, mode)
 

@@ -16,7 +16,7 @@ from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.sampling import NO_STEP, batch_of, generators_put_back
 from meshcee.stage import Chain
-from meshcee.user_code import calling
+from meshcee.user_code import as_number, calling
 
 __all__ = ["try_data", "try_metrics"]
 
@@ -67,5 +67,4 @@ def _try(name: str, metric: Callable[[Any, Any], float], output: Any, target: An
             raise
         say(f"before training, {error}; an evaluation that fails ends the run")
     else:
-        with calling(what):
-            float(found)
+        as_number(what, found)

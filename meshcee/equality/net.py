@@ -12,9 +12,9 @@ that does not fit some times over runs forward only, block by block (`blocks`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,25 +25,41 @@ import torch
 from torch import nn
 
 from meshcee.capture import Capture, watch_sizes
-from meshcee.capture.export import explain
+from meshcee.capture.export import EXAMPLES
 from meshcee.eager import halve, into_training, on_loan
 from meshcee.equality.blocks import Blocks, Weights, entries, stand_in, without_saving
+from meshcee.equality.failing import (
+    BACKWARD_PASS,
+    blame,
+    forward_place,
+    names_of,
+    odd_ones,
+    warnings_told,
+    without_numbers,
+)
 from meshcee.equality.lines import line_that
 from meshcee.equality.metrics import try_data, try_metrics
 from meshcee.equality.recorder import Call, Recorder, unlike, unlike_backwards, values_of
+from meshcee.equality.sizes import Cut, machine_flops_per_s
 from meshcee.equality.watch import Slot, Watch, digest
-from meshcee.errors import CaptureError, MeshceeError, UnequalError, UsageError
+from meshcee.errors import MeshceeError, NonFiniteLossError, UnequalError, UsageError
 from meshcee.files import large_apart, limits
 from meshcee.job import Job, seed_of
 from meshcee.optim import Optimizer
-from meshcee.plan import Plan
-from meshcee.role import rows_of
-from meshcee.sampling import GENERATORS, call_model, rebuild, source_of
+from meshcee.sampling import (
+    GENERATORS,
+    Source,
+    batched,
+    call_model,
+    inputs_of,
+    probes,
+    rebuild,
+    source_of,
+)
+from meshcee.sampling.odd import names_of_probes
 from meshcee.stage import Chain
 
-__all__ = ["Cut", "cuts_of", "examine", "sizes_of"]
-
-Cut = tuple[tuple[int, int], ...]
+__all__ = ["blamed", "examine", "refuse_failing"]
 
 _NOTHING = Slot("value", None, lambda: None)
 WAY_OUT = "Job(verify=False) or --no-verify trains it all the same"
@@ -55,22 +71,8 @@ BLOCKS = (
 BACKWARD = 2.0  # what a backward pass takes, in forward passes
 UTILISATION = 0.5  # of the speed of a matrix product, by a whole model
 LEAST_S = 1.0  # for models whose capture takes no time
-
-
-def sizes_of(plan: Plan) -> list[int]:
-    """The numbers of samples that a device computes at once, the whole micro-batch first."""
-    parts = {
-        end - first
-        for pipeline in plan.pipelines
-        for stage in pipeline.stages
-        for first, end in rows_of(stage, plan.micro_batch)
-    }
-    return [plan.micro_batch, *sorted(parts - {plan.micro_batch, 0})]
-
-
-def cuts_of(plan: Plan) -> list[Cut]:
-    """The stages of each pipeline."""
-    return list(dict.fromkeys(tuple((s.first, s.end) for s in p.stages) for p in plan.pipelines))
+FAILING_S = 10.0  # a pass of the module that asks whether it fails too
+PROBED = 16  # samples: as many as capture looks at
 
 
 @dataclass(frozen=True)
@@ -96,15 +98,52 @@ def examine(
 
     `budget_s` is what it may take, about; by default what the capture took.
     """
-    with _quietly(), large_apart():
+    with warnings_told(), large_apart():
         _Net(job, captured, cuts, max(LEAST_S, captured.took_s) if budget_s is None else budget_s, say).run(sizes)
 
 
-@contextmanager
-def _quietly() -> Iterator[None]:
-    with warnings.catch_warnings():  # the user hears what the model warns of when it trains
-        warnings.simplefilter("ignore")
-        yield
+def blamed(
+    job: Job,
+    captured: Capture,
+    raised: MeshceeError,
+    batch: tuple[Any, Any] | None,
+    step: int,
+    rows: tuple[int, int],
+    *,
+    evaluate: bool,
+) -> MeshceeError:
+    """What a micro-batch has raised on a peer, with its samples: those of the step, or of an evaluation, from the first of `rows`.
+
+    UsageError where the user's own module fails on them here too: then no peer is at fault. `batch`: the samples, if they are here.
+    """
+    names = names_of(job, step, *rows, evaluate=evaluate)
+    if isinstance(raised, NonFiniteLossError):
+        return NonFiniteLossError(f"{raised}. {without_numbers(names, batch)}")
+    if batch is None or (error := _own_error(job, captured, batch, names, evaluate=evaluate)) is None:
+        return raised
+    return UsageError(f"{'the evaluation after ' * evaluate}step {step + 1}: {error}")
+
+
+def _own_error(
+    job: Job, captured: Capture, batch: tuple[Any, Any], names: Sequence[str], *, evaluate: bool = False
+) -> UsageError | None:
+    """What the user's own model or loss fails with on this batch, whose rows have these names; None where it is not known to."""
+    with warnings.catch_warnings(action="ignore"), large_apart():
+        return _Net(job, captured, (), FAILING_S, lambda text: None).failing(batch, names, evaluate=evaluate)
+
+
+def refuse_failing(job: Job, captured: Capture) -> None:
+    """Raise UsageError where the user's own model or loss fails on samples that were looked at."""
+    samples = dict(zip(names_of_probes(job, PROBED), probes(job, PROBED)))
+
+    def error_of(sample: Any, name: str) -> UsageError | None:
+        return _own_error(job, captured, batched([sample] * EXAMPLES, job.seed, collate=job.collate), [name] * EXAMPLES)
+
+    found = [error for name, (sample, _) in samples.items() if (error := error_of(sample, name)) is not None]
+    if found and len(found) == len(samples):
+        raise error_of(next(iter(samples.values()))[0], "each sample that was looked at") or found[0]
+    if found:
+        raise found[0]
 
 
 class _Net:
@@ -114,7 +153,7 @@ class _Net:
         self.job, self.captured, self.cuts, self.budget_s, self.say = job, captured, cuts, budget_s, say
         self.compared: set[int] = set()  # sizes of which every sample was
         self.weights: Weights | None = None  # of a model that does not fit
-        self._source = source_of(job)
+        self.trains = True  # else it evaluates
 
     def run(self, sizes: Sequence[int]) -> None:
         self._look(sizes)
@@ -126,9 +165,8 @@ class _Net:
             try_metrics(self.job, self.captured, sizes[0], self.say)
 
     def _look(self, sizes: Sequence[int]) -> None:
-        own = isinstance(self.job.model, nn.Module) and self.job.precision == "fp32"
         free = MEMORY_SHARE * limits.free_bytes()
-        whole = (COPIES + (not own)) * self.captured.state_bytes <= free
+        whole = self._fits(free)
         if not whole:
             sizes = [min(sizes)]
             if (needed := self._block_bytes(sizes[0])) > free:
@@ -137,18 +175,29 @@ class _Net:
                     f"{free / MEMORY_SHARE / 2**30:.1f} GiB are free"
                 )
                 return
+        with self._at_work(whole):
+            self.ready = self.watch.look()
+            if whole:
+                for size, backward in self._affordable(sizes):
+                    self._compare(size, backward)
+            else:
+                self._forward_only(sizes[0])
+
+    def _fits(self, free_bytes: float) -> bool:
+        """Whether there is room for the module beside what it is compared with."""
+        own = isinstance(self.job.model, nn.Module) and self.job.precision == "fp32"
+        return (COPIES + (not own)) * self.captured.state_bytes <= free_bytes
+
+    @contextmanager
+    def _at_work(self, whole: bool) -> Iterator[None]:
+        """With the module to run; then all of the user's is as it was."""
         with GENERATORS, torch.enable_grad(), on_loan(self._lent):
             generator = torch.get_rng_state()
             try:
                 self._take_model(whole)
                 try:
                     self._begin()
-                    self.ready = self.watch.look()
-                    if whole:
-                        for size, backward in self._affordable(sizes):
-                            self._compare(size, backward)
-                    else:
-                        self._forward_only(sizes[0])
+                    yield
                 finally:
                     self.watch.restore()
             finally:
@@ -228,7 +277,7 @@ class _Net:
 
     def _one_s(self) -> float:
         """A sample's forward pass."""
-        return sum(cost.flops for cost in self.captured.costs) / (UTILISATION * _flops_per_s())
+        return sum(cost.flops for cost in self.captured.costs) / (UTILISATION * machine_flops_per_s())
 
     def _forward_only(self, size: int) -> None:
         """Compares as many samples of a model that does not fit as the budget allows."""
@@ -249,9 +298,17 @@ class _Net:
 
     # -- one size ------------------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def _source(self) -> Source:
+        return source_of(self.job)
+
+    @property
+    def size(self) -> int:
+        return next(len(tensor) for tensor in inputs_of(self.batch).values())
+
     def _draw(self, size: int, backward: bool) -> None:
         self.batch = self._source.batch(0, 0, size)
-        self.size, self.backward = size, backward
+        self.backward = backward
         if said := self.captured.misfit(self.captured.inputs_of(self.batch)):
             raise UnequalError(f"step 1, a micro-batch of {self._samples()}: {said}", "data")
 
@@ -297,7 +354,7 @@ class _Net:
                 self._put_back()
                 self.say(f"the module was not compared: without its weights at hand, {_first_line(error)}")
                 return False
-            raise CaptureError(_failed(error, self._samples())) from error
+            raise self._own_error(error, names_of(self.job, 0, 0, self.size)) from error
         theirs = _Outcome(loss, None, self.watch.look(), torch.get_rng_state())
         try:
             if failed:
@@ -359,6 +416,8 @@ class _Net:
 
     def _begin(self) -> None:
         into_training(self.model)
+        if not self.trains:
+            self.model.eval()
         for parameter in self.model.parameters():
             parameter.grad = None
 
@@ -376,23 +435,65 @@ class _Net:
                 around.enter_context(self.weights)
             if recorder is not None:  # what it is given are stand-ins
                 around.enter_context(recorder)
-            loss: torch.Tensor = self.job.loss(
-                call_model(self.model, rebuild(x, "x", tensors)), rebuild(y, "y", tensors)
-            )
+            self.under_way = "the model"
+            output = call_model(self.model, rebuild(x, "x", tensors))
+            self.under_way = "the loss"
+            loss: torch.Tensor = self.job.loss(output, rebuild(y, "y", tensors))
         return loss
 
-    def _eager(self) -> _Outcome:
+    def _pass(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """One of the module: its loss, and the generator's state before the backward pass."""
         for parameter in self.model.parameters():
             parameter.grad = None
+        loss, rng = self._forward(), torch.get_rng_state()
+        if self.backward:
+            self.under_way = BACKWARD_PASS
+            loss.backward()  # type: ignore[no-untyped-call]
+        return loss, rng
+
+    def _own_error(self, error: Exception, names: Sequence[str]) -> UsageError:
+        """Of a pass that has just failed; each row of its batch has a name."""
+        where, batch, count = self.under_way, self.batch, len(names)
+
+        def fails(rows: Sequence[int]) -> bool:
+            self._put_back()
+            twice = list(rows) * (1 + (len(rows) == 1))  # a batch norm refuses one sample, which is nobody's fault
+            given = {name: tensor[twice] for name, tensor in inputs_of(batch).items()}
+            self.batch = rebuild(batch[0], "x", given), rebuild(batch[1], "y", given)
+            try:
+                self._pass()
+            except Exception as again:
+                return self.under_way == where and type(again) is type(error)
+            return False
+
+        place = None
+        if where == BACKWARD_PASS:
+            self._put_back()
+            place = forward_place(self._pass)
+        odd = odd_ones(fails, range(count))
+        return blame(where, error, self.model, [names[row] for row in odd], count, place)
+
+    def failing(self, batch: tuple[Any, Any], names: Sequence[str], *, evaluate: bool) -> UsageError | None:
+        """What the module itself fails with on this batch, if it does; None also where that would take too long, or too much."""
+        self.batch, self.backward, self.trains, size = batch, not evaluate, not evaluate, len(names)
+        if not self._fits(MEMORY_SHARE * limits.free_bytes()) or size * self._one_s() * (1 + BACKWARD) > self.budget_s:
+            return None
+        with self._at_work(whole=True):
+            try:
+                self._pass()
+            except MeshceeError:
+                return None
+            except Exception as error:  # torch and the user's code raise what they like
+                return self._own_error(error, names)
+        return None
+
+    def _eager(self) -> _Outcome:
         try:
-            loss = self._forward()
-            rng = torch.get_rng_state()
-            if self.backward:
-                loss.backward()  # type: ignore[no-untyped-call]
+            loss, rng = self._pass()
         except MeshceeError:
             raise
         except Exception as error:
-            raise CaptureError(_failed(error, self._samples())) from error
+            raise self._own_error(error, names_of(self.job, 0, 0, self.size)) from error
         grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         return _Outcome(loss.detach(), grads if self.backward else None, self.watch.look(), rng)
 
@@ -587,20 +688,5 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and (torch.equal(a, b) or digest(a) == digest(b))
 
 
-def _failed(error: Exception, samples: str) -> str:
-    said = str(explain(error)).removeprefix("the model cannot be captured").rpartition(";")[0]
-    return f"the model itself fails on a micro-batch of {samples}{said}; mend it, or give another micro_batch_size"
-
-
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _flops_per_s() -> float:
-    """Of this machine's matrix products, in some 10 ms."""
-    x = torch.ones(384, 384)
-    x @ x
-    start_s = time.perf_counter()
-    for _ in range(3):
-        x @ x
-    return 3 * 2 * 384**3 / max(time.perf_counter() - start_s, 1e-6)

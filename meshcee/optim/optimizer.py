@@ -7,6 +7,7 @@ state alone, so it does not matter on which stage the parameter lies.
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Collection, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
@@ -144,6 +145,8 @@ class Optimizer:
             built: torch.optim.Optimizer = _class(kind)(groups, **(self.options if kind == self.name else {}))
         except (TypeError, ValueError) as error:
             more = '; give others a class: groups={"PATTERN": {"class": "AdamW"}}' if kind == "Muon" else ""
+            if "unexpected keyword" in str(error):
+                more = f"; its options are {', '.join([*inspect.signature(_class(kind)).parameters][1:])}"
             raise UsageError(f"optimizer {kind}: {error}{more}") from error
         return built
 

@@ -51,7 +51,8 @@ def run_check(path: Path, stages: str | None, steps: int | None, threads: int | 
     if not as_json:
         told = ", ".join(map(str, checked.stages))
         print(f"equal, bit for bit: {len(checked.losses)} steps on {told} stages and in the plain loop")
-        print(f"  in {time.perf_counter() - start_s:.1f} s, with {torch.get_num_threads()} threads")
+        threads = torch.get_num_threads()
+        print(f"  in {time.perf_counter() - start_s:.1f} s, with {threads} thread{'s' * (threads > 1)}")
 
 
 def _say(text: str) -> None:

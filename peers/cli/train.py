@@ -32,6 +32,7 @@ from peers.device import resolve_device, take_threads
 from peers.measure import Trace
 from peers.mesh_view import named
 from peers.node import JoinOptions, Mesh, Result, join
+from peers.node.early import look_for
 from peers.planning import costs_of
 
 __all__ = ["TrainOptions", "again_with", "run_train"]
@@ -94,6 +95,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     address_of(options.metrics)  # here too
     configure_logging(as_json=as_json, level="warning")
     threads_said = take_threads(options.threads)
+    look_for(options.join, Home(), options.resume)
     job = load_job(options.job)
     names = ("checkpoint_every", "codec", "groups", "threads", "mix", "workers", "audit")
     said = {name: getattr(options, name) for name in names}
@@ -117,6 +119,9 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         for run in filter(None, asked):
             stopping.append(run)
             mark_stop(Run(Home().folder / "runs" / run), os.getpid())  # so `run stop` sends no second
+        if not asked and any(len(mesh.result.losses) == job.steps for mesh in current):
+            view.note("all steps are done, and the run ends now; Ctrl-C again ends it at once")
+            return True
         if asked:
             view.note("the run ends after this step, once its weights are on disk; Ctrl-C again ends it at once")
         return bool(asked)
@@ -125,7 +130,11 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     again = again_with(options)
     with view:
         start_s = time.perf_counter()
-        captured = capture(job)  # before there is a loop: that would keep Ctrl-C waiting until capture has ended
+        try:
+            captured = capture(job)  # before there is a loop: that would keep Ctrl-C waiting until capture has ended
+        except KeyboardInterrupt:
+            view.note("interrupted while the model was captured: no run has begun")
+            raise
         view.note(
             f"captured {job.name}: {len(captured.costs)} blocks, {size(captured.state_bytes)} of weights "
             f"in {time.perf_counter() - start_s:.1f} s"
@@ -151,7 +160,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
             save(out, result.state)
     except UsageError as error:  # the run has its weights, and is still to be told of
         out, refused = None, error
-    _tell(result, out, as_json=as_json)
+    _tell(result, out, again, as_json=as_json)
     if refused is not None and options.out is not None:
         raise refused
 
@@ -184,8 +193,8 @@ def again_with(options: TrainOptions) -> str:
     return shlex.join(found)
 
 
-def _tell(result: Result, out: Path | None, *, as_json: bool) -> None:
-    """How it ended, and where the weights are."""
+def _tell(result: Result, out: Path | None, again: str, *, as_json: bool) -> None:
+    """How it ended, where the weights are, and how a run that was stopped goes on: by `meshcee train` with `again`."""
     plan, step_s = result.plan, result.step_s
     expected_s = plan.predicted.step_s if plan is not None and plan.predicted is not None else None
     summary = {
@@ -208,6 +217,8 @@ def _tell(result: Result, out: Path | None, *, as_json: bool) -> None:
         f"{verb}: {len(result.losses)} steps, {losses}"
         + (f"; weights in {out}" if out else f"; weights in run {result.run} (`meshcee checkpoint export`)")
     )
+    if result.stopped and result.run:
+        print(f"  run {result.run} goes on with `meshcee train {again} --resume {result.run}`")
     if step_s is not None and expected_s is not None:
         print(f"  {step_s:.3g} s a step (median), {expected_s:.3g} s were expected")
     for name, value in (result.metrics[-1][1] if result.metrics else {}).items():
@@ -278,8 +289,9 @@ async def _train(
                     told = f"there is no trace: {error}"
                 for note in (*trace.notes, told):
                     view.note(note)
-        finally:
+        except BaseException:
             current.clear()
+            raise
         return mesh.result
 
 

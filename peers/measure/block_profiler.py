@@ -147,7 +147,7 @@ class BlockProfiler:
                         raise PlanError(late) from error
             await stream.send(Frame(messages.PROFILED, {}, [msgpack.packb(plain(self._known[key][1]))]))
         except MeshceeError as error:
-            log.warning("blocks not profiled", owner=stream.peer_id, error=str(error))
+            log.info("blocks not profiled", owner=stream.peer_id, error=str(error))  # the owner tells its user
             await stream.send(Frame(messages.REFUSED, messages.error_header(error)))
 
     async def _arrival(self, stream: Stream) -> Frame:
@@ -265,11 +265,12 @@ class _Bench:
                 await self.once(size)  # warms up
                 while len(taken) < REPEATS_MOST and (len(taken) < REPEATS_LEAST or self._clock() < stop):
                     taken.append(await self.once(size))
-            except RuntimeError as error:  # out of memory, above all
+            except MeshceeError:
+                raise
+            except Exception as error:  # out of memory, above all
                 if not rows:
-                    raise PlanError(
-                        f"block {self._spec.first} does not run here: {str(error).splitlines()[0]}"
-                    ) from error
+                    said = (str(error).splitlines() or [type(error).__name__])[0]
+                    raise PlanError(f"block {self._spec.first} does not run here: {said}") from error
                 rest = [n for n in rest if n < size]
                 continue
             rest.remove(size)

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -35,7 +35,13 @@ from peers.wire import OWNER, Bandwidth, Crossed, Links, Outbox, Round, Spans, m
 if TYPE_CHECKING:
     from peers.groups import FinishedBuckets
 
-__all__ = ["Executor"]
+__all__ = ["Executor", "Raised"]
+
+T = TypeVar("T")
+
+
+class Raised(Exception):
+    """On the device, by a micro-batch of a round; the cause is what was."""
 
 
 class Executor:
@@ -306,13 +312,19 @@ class Executor:
             self.seconds["wait"] += time.perf_counter() - start_s
         self.spans.add("wait", -1, start_s, time.perf_counter())
 
-    async def _timed(self, kind: str, micro: int, call: Any, *args: Any) -> Any:
+    async def _timed(self, kind: str, round: Round, micro: int, call: Any) -> Any:
         start_s = time.perf_counter()
         work = sum(getattr(self._flops, letter) for letter in kind)
-        result = await self._compute.run(call, *args, flops=work)
+        result = await self._computed(round, micro, self._compute.run(call, flops=work))
         self.seconds[kind[0]] += time.perf_counter() - start_s
         self.spans.add(kind.upper(), micro, start_s, time.perf_counter())
         return result
+
+    async def _computed(self, round: Round, micro: int, working: Awaitable[T]) -> T:
+        try:
+            return await working
+        except Exception as error:
+            raise Raised(round.number, micro) from error
 
     def _arrived(self, round: int, micro: int) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Sequence[Any]]]:
         """Raw inputs, and by source what it sent."""
@@ -336,7 +348,7 @@ class Executor:
             return self._boundaries.after.split(sent, rng, place.rows(place.micro_batch), targets)
 
         await self._send_forward(
-            targets, round.number, micro, self._runner.spec.sent, await self._timed("f", micro, work)
+            targets, round.number, micro, self._runner.spec.sent, await self._timed("f", round, micro, work)
         )
 
     async def _forward_and_back(self, round: Round, micro: int) -> None:
@@ -363,7 +375,7 @@ class Executor:
                 received, onward = self._runner.backward_input(micro, (), weight), {}
             return value, self._split_back(received), onward
 
-        value, received, onward = await self._timed("fbw" if self.place.fused else "fb", micro, work)
+        value, received, onward = await self._timed("fbw" if self.place.fused else "fb", round, micro, work)
         header = {"round": round.number, "step": round.step, "micro": micro, "loss": value}
         await self._owner.put(Frame(messages.LOSS, header))
         await self._send_back(round.number, micro, received, onward)
@@ -383,7 +395,7 @@ class Executor:
                 received, onward = self._runner.backward_input(micro, gradients, weight), {}
             return self._split_back(received), onward
 
-        await self._send_back(round.number, micro, *await self._timed("bw" if place.fused else "b", micro, work))
+        await self._send_back(round.number, micro, *await self._timed("bw" if place.fused else "b", round, micro, work))
 
     def _split_back(self, received: Sequence[torch.Tensor | None]) -> list[list[Any]]:
         size = self.place.micro_batch
@@ -415,7 +427,7 @@ class Executor:
             with self._finishing(round, micro):
                 return self._runner.backward_weight(micro, partials)
 
-        await self._send_partials(round.number, micro, await self._timed("w", micro, work))
+        await self._send_partials(round.number, micro, await self._timed("w", round, micro, work))
 
     def _finishing(self, round: Round, micro: int) -> contextlib.ExitStack[bool | None]:
         """Around a W: the last one makes gradients whole, which sums wait for. An emulated device has all at its end."""
@@ -458,7 +470,8 @@ class Executor:
                 await self._wait(partial(list, absent))
             raw, parts = self._arrived(round.number, micro)
             seed = seed_of(place.seed, NO_STEP, round.first + micro)
-            sent, outputs = await self._compute.run(self._evaluated, raw, parts, rows, size, seed)
+            working = self._compute.run(self._evaluated, raw, parts, rows, size, seed)
+            sent, outputs = await self._computed(round, micro, working)
             await self._send_forward(targets, round.number, micro, spec.sent, sent)
             if place.is_last:
                 header = {"round": round.number, "micro": micro}

@@ -24,7 +24,7 @@ from meshcee.files import large_apart, limits
 from meshcee.files.tensor_files import nbytes_of
 from meshcee.stage import StageRunner, tensors
 from peers.device import Compute, Graphs
-from peers.member.executor import Executor
+from peers.member.executor import Executor, Raised
 from peers.member.inbox import End, Inbox, TakeCopy
 from peers.state import Arrivals, Keeper, Lender, Moments, by_parameter, restore
 from peers.transport import Frame, Stream, StreamClosed, Transport
@@ -481,12 +481,16 @@ class Member:
             await self.session.run()
             log.info("job over", job=offer.job)
         except* Exception as failures:
-            cause = most_telling(failures)
-            log.error("job failed", job=offer.job, error=f"{type(cause).__name__}: {cause}")
+            cause, at = most_telling(failures), {}
+            if isinstance(cause, Raised) and (raised := cause.__cause__) is not None:
+                at, cause = dict(zip(("round", "micro"), cause.args)), raised
+            # What others have lost, or the job's own numbers did, is the owner's to tell.
+            say = log.info if at or isinstance(cause, PeerLostError) else log.error
+            say("job failed", job=offer.job, error=f"{type(cause).__name__}: {cause}")
             async with asyncio.TaskGroup() as group:
                 ending = self.session.executor.settlement.abort()
                 group.create_task(self._within(ending))  # first: what hangs in a sum holds the device
-                group.create_task(self.report(stream, cause))
+                group.create_task(self.report(stream, cause, at))
         finally:
             try:
                 await self._within(self.session.executor.settlement.abort())
@@ -503,10 +507,10 @@ class Member:
             async with asyncio.timeout(self._timeouts.shutdown_s):
                 await ending
 
-    async def report(self, stream: Stream, error: BaseException) -> None:
-        """Tell the owner before the links close, so that it hears the cause before its consequences."""
+    async def report(self, stream: Stream, error: BaseException, at: Mapping[str, int]) -> None:
+        """Tell the owner before the links close, so that it hears the cause before its consequences. `at`: of which micro-batch."""
         peer = getattr(error, "__notes__", [None])[0]
-        about = {"lost": peer} if isinstance(error, PeerLostError) else {"of": peer, "step": self._step}
+        about = {"lost": peer} if isinstance(error, PeerLostError) else {"of": peer, "step": self._step, **at}
         try:
             async with asyncio.timeout(self._timeouts.shutdown_s):
                 await stream.send(Frame(messages.FAILED, messages.error_header(error, **about)))

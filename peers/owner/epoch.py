@@ -243,8 +243,10 @@ class Owner:
                 link.stream.abort()
             if feed.supply is not None:
                 feed.supply.abort()
-        if self.failures.cause is not None:
-            raise self.failures.cause
+        if (cause := self.failures.cause) is not None:
+            if cause in self.failures.raised:
+                cause = await self.in_users_thread(feed.blamed, cause, *self.failures.raised[cause])
+            raise cause
 
     # -- failures ------------------------------------------------------------------------------------------------------
 
@@ -505,6 +507,10 @@ class Owner:
             steps = range(at, at + 1) if type(at) is int else self._under_way
             rank, failure, lost = reported(header, link.peer_id, steps.start, self._describe)
             self.failures.blame(link.peer_id, lost)
+            if "round" in header and (answers := self._answers.get(need(header, "round", int))) is not None:
+                part, micro = answers.portions[link.place.pipeline].round, need(header, "micro", int)
+                if 0 <= micro < part.num_micro:
+                    self.failures.raised[failure] = answers.round, part.first + micro
             if is_own(failure):
                 self._own_fault(link.peer_id, need(header, "message", str), failure, steps, header.get("of"))
             else:

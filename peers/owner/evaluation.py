@@ -18,7 +18,7 @@ from meshcee.errors import ProtocolError, UsageError
 from meshcee.job import Job
 from meshcee.role import Place, rows_of
 from meshcee.stage import tensors
-from meshcee.user_code import calling
+from meshcee.user_code import as_number, calling
 from peers.owner.answers import Answers
 from peers.owner.feed import Feed
 from peers.transport import Frame
@@ -98,7 +98,8 @@ class Outputs:
         output = self._captured.output_of(values[1:])
         for name, metric in self._job.metrics.items():
             with calling(f"metric {name!r}"):
-                found[name] = float(metric(output, target))
+                measured = metric(output, target)
+            found[name] = as_number(f"metric {name!r}", measured)
         return values, found
 
     def _joined(self, target: Any, parts: Mapping[int, Sequence[Any]], rows: Sequence[tuple[int, int]]) -> list[Any]:

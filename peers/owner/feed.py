@@ -7,6 +7,7 @@ current batch. Of data that is not the same when it is read again, what was fed 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -17,7 +18,7 @@ import torch
 from meshcee.callbacks import Callback, Control, Listeners
 from meshcee.capture import Capture
 from meshcee.capture.export import Unchanged
-from meshcee.errors import JoinError, ProtocolError, UsageError
+from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError
 from meshcee.events import Event
 from meshcee.job import At, Job, shares_of
 from meshcee.plan import Plan, Stage
@@ -225,6 +226,17 @@ class Feed:
         """Of the samples of a micro-batch of training."""
         first = micro * self._micro_batch
         return indices_of(self._job, round.step)[first : first + self._micro_batch]
+
+    def blamed(self, raised: MeshceeError, round: Round, micro: int) -> MeshceeError:
+        """What a micro-batch has raised on a member's device, with its samples, or the error of the user's own code."""
+        from meshcee.equality import blamed
+
+        batch, first = None, micro * self._micro_batch
+        if self.supply is None or round.forward_only:
+            with contextlib.suppress(MeshceeError):  # of data that is another when it is read again
+                batch = self.samples(round, micro)
+        rows = first, first + self.size(round, micro)
+        return blamed(self._job, self._capture, raised, batch, round.step, rows, evaluate=round.forward_only)
 
     def inputs(self, round: Round, micro: int) -> Mapping[str, torch.Tensor]:
         """The raw inputs of one micro-batch by the names that the graph gives them. UsageError where the graph has other sizes."""

@@ -399,7 +399,7 @@ class Training:
                 assert self.owner is not None
                 self.owner.stop(hand_over=hand_over)
             case moves.Finish():
-                self.result.stopped = going.stopping
+                self.result.stopped = going.stopping and len(self.result.losses) < self._job.steps
                 if not self.result.state and self._durable and self._captured:  # its last epoch was lost behind the end
                     found = await asyncio.to_thread(weights_of, self._captured, self._durable)
                     self.result.state, self.result.averages = found

@@ -19,7 +19,7 @@ import torch
 
 from meshcee.capture import Capture, Program, encode_program
 from meshcee.capture.graph import alike, tied
-from meshcee.errors import MeshceeError, ProtocolError
+from meshcee.errors import MeshceeError, PlanError, ProtocolError
 from meshcee.fields import unpack
 from meshcee.figures import MAX_SIZES, BlockTimes, DeviceProfile, JobCosts, as_run
 from meshcee.figures.kernels import KernelClass
@@ -107,8 +107,17 @@ def _workspaces(job: Job, captured: Capture, like: Sequence[int]) -> tuple[tuple
     try:
         return workspaces(program, like, kept, sorted(sizes), job.optimizer)
     except Exception as error:  # whatever torch says of fake tensors: a job is not refused for it
+        _refuse_failing(job, captured)
         log.warning("what the operators take for a moment is not counted in the plan", error=str(error))
         return ()
+
+
+def _refuse_failing(job: Job, captured: Capture) -> None:
+    """Some of the model does not run: UsageError where it is the user's own code that does not."""
+    if job.verify:
+        from meshcee.equality import refuse_failing
+
+        refuse_failing(job, captured)
 
 
 def _feeds(captured: Capture) -> tuple[tuple[int, tuple[int, ...]], ...]:
@@ -132,6 +141,7 @@ async def profile(
     largest = (await asyncio.to_thread(look, job, captured))[0] if most is None else most
     questions = {peer: _request(job, captured, costs, devices[peer].memory_bytes, largest) for peer in asked}
     found: dict[str, BlockTimes] = {}
+    refused: dict[str, BaseException] = {}
     gate = asyncio.Semaphore(AT_ONCE)
 
     async def one(peer: str) -> None:
@@ -142,12 +152,16 @@ async def profile(
             async with gate, asyncio.timeout(limit_s):
                 found[peer] = await _ask(agent, peer, questions[peer], data)
         except (MeshceeError, StreamClosed, TimeoutError) as error:
-            name = agent.names().get(peer, peer)
-            log.warning("no profile; its claimed speed stands in", peer=name, error=str(error) or type(error).__name__)
+            refused[peer] = error
 
     async with asyncio.TaskGroup() as group:
         for peer in asked:
             group.create_task(one(peer))
+    if not found and any(isinstance(error, PlanError) for error in refused.values()):
+        await asyncio.to_thread(_refuse_failing, job, captured)
+    for peer, error in refused.items():
+        name, why = agent.names().get(peer, peer), str(error) or type(error).__name__
+        log.warning("no profile; its claimed speed stands in", peer=name, error=why)
     return {peer: found[of] for of, peers in asked.items() if of in found for peer in peers}
 
 

@@ -60,13 +60,7 @@ class FramedStream(asyncio.BufferedProtocol):
     """
 
     def __init__(
-        self,
-        peer_id: str,
-        *,
-        purpose: str = "",
-        limits: Limits | None = None,
-        close_s: float = 3.0,
-        check: bool = True,
+        self, peer_id: str, *, purpose: str = "", limits: Limits | None = None, close_s: float = 3.0, check: bool = True
     ) -> None:
         self.peer_id = peer_id
         self.purpose = purpose

@@ -14,6 +14,7 @@ from typing import Any
 
 from meshcee.errors import MeshceeError, PeerLostError, leaves
 from peers.wire import messages
+from peers.wire.messages import Round
 from peers.wire.suspects import Fault, is_own
 
 __all__ = ["LOST_HERE", "Failures", "NotFoundError", "most_telling", "reported"]
@@ -44,6 +45,7 @@ class Failures:
         self.doubted: set[str] = set()  # members that do not show it what it asks for
         self.busy = False  # whether a member runs another job
         self.apart: set[str] = set()  # members that have not found copies, and members that hold them
+        self.raised: dict[MeshceeError, tuple[Round, int]] = {}  # by a micro-batch on a member's device
         self._lost: dict[str, str] = {}  # member -> the first peer that it has lost
         self._found: list[tuple[int, MeshceeError]] = []
         self._first, self._explained = asyncio.Event(), asyncio.Event()

@@ -48,10 +48,7 @@ class Links:
     """Outboxes by peer. `epoch` is written on every frame with tensors; `crossed` is told of each step."""
 
     def __init__(
-        self,
-        epoch: Epoch,
-        crossed: Crossed = lambda rates, depths: None,
-        bandwidth: Bandwidth = lambda peer: math.inf,
+        self, epoch: Epoch, crossed: Crossed = lambda rates, depths: None, bandwidth: Bandwidth = lambda peer: math.inf
     ) -> None:
         self._epoch = list(epoch)
         self._outboxes: dict[str, Outbox] = {}

@@ -76,7 +76,11 @@ def test_a_metric_gets_a_named_tuple_with_its_constants() -> None:
             rf"metric 'mine' failed at .*{HERE}: AttributeError: forward returns a Own, and what comes back",
         ),
         (lambda out, y: out["logits"], scores, rf"metric 'mine' failed at .*{HERE}: TypeError: tuple indices"),
-        (lambda out, y: out.logits, scores, r"metric 'mine' failed: ValueError: only one element"),
+        (
+            lambda out, y: out.logits,
+            scores,
+            r"metric 'mine' returns a Tensor of shape \(4, 3\), and shall return one number",
+        ),
     ],
 )
 def test_a_metric_that_cannot_read_the_output_is_told_of_before_the_first_step(

@@ -46,7 +46,13 @@ class Remembered:
         self._methods: dict[type, list[Any]] = {}
         for name, module in model.named_modules():
             self._module(name, module)
+        of_model = set(self.values)
         self._visit("the loss", loss, 0, "")
+        self._of_loss, self._loss = self.values.keys() - of_model, f"the loss {getattr(loss, '__name__', '')}".rstrip()
+
+    def who_changes(self, place: str) -> str:
+        """Whose code has this place within reach."""
+        return self._loss if place in self._of_loss else "forward"
 
     def changed(self, other: Remembered) -> list[str]:
         """Places whose value is another there."""

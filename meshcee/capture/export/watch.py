@@ -432,9 +432,10 @@ class Watch:
             self._refuse_assigned(path, was, now)
         for place in notes[0].changed(notes[1]):
             at = lines.get(notes[1].owners.get(place, (0, "")), notes[1].lines.get(place, ""))
+            who = notes[1].who_changes(place)
             raise CaptureError(
-                f"forward changes {place}{at} in every call, and peers run a graph that would keep "
-                "one value; keep what changes in a registered buffer, or change it outside of forward"
+                f"{who} changes {place}{at} in every call, and peers run a graph that would keep one value; keep what "
+                f"changes in a registered buffer, or change it outside of {who}"
             )
         self._refuse(
             runs[1],

@@ -24,7 +24,7 @@ from peers.cli.settings.file import subcommands
 from peers.cli.train import TrainOptions, again_with, run_train
 from peers.cli.ui.wishes import mark_stop
 from peers.cli.view import JsonView
-from peers.node import JoinOptions
+from peers.node import JoinOptions, Mesh
 from peers.owner import Report
 
 JOB = """import torch, meshcee
@@ -221,16 +221,45 @@ class Interrupting(JsonView):
             self.press()
 
 
+class Late(Interrupting):
+    """Somebody who presses Ctrl-C behind the last step."""
+
+    def report(self, report: Report) -> None:
+        if report.step + 1 == report.steps:
+            self.press()
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_ctrl_c_while_the_model_is_captured_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(job: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("peers.cli.train.capture", pressed)
+    notes: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(tmp_path, monkeypatch, 0, notes=notes)
+    assert notes == ["interrupted while the model was captured: no run has begun"]
+
+
 def interrupted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, presses: int, notes: list[str] | None = None, **said: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    presses: int,
+    notes: list[str] | None = None,
+    *,
+    who: type[Interrupting] = Interrupting,
+    steps: int = 2000,
+    **said: Any,
 ) -> Interrupting:
-    view = Interrupting(presses, notes if notes is not None else [])
+    view = who(presses, notes if notes is not None else [])
     monkeypatch.setenv("MESHCEE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("peers.cli.train.configure_logging", lambda **options: None)
     monkeypatch.setattr("peers.cli.train.view_for", lambda **options: view)
     monkeypatch.setattr("peers.cli.train.JoinOptions", partial(JoinOptions, measures=False))  # two seconds less
     monkeypatch.setattr("peers.cli.session.end_anyway", lambda: None)  # it would end the tests
-    job = JOB.replace("steps=1,", 'steps=2000, name="org/x", adapt=False, verify=False,')
+    job = JOB.replace("steps=1,", f'steps={steps}, name="org/x", adapt=False, verify=False,')
     Path("job.py").write_text("LR = 0.1\n" + job)
     given = {**dict.fromkeys(("join", "out", "threads")), "dry_run": False, "compute": True, "device": "cpu", **said}
     run_train(TrainOptions(job=Path("job.py"), local=1, stages=1, **given), as_json=False)  # type: ignore[arg-type]
@@ -246,6 +275,21 @@ def test_ctrl_c_at_the_owner_is_the_one_signal(
     assert "Stopped: " in (said := capsys.readouterr().out)
     assert "; weights in org-x-stopped.safetensors\n" in said, "the job's name is no path"
     assert Path("org-x-stopped.safetensors").exists()
+    run = Home().run("last").id
+    assert f"run {run} goes on with `meshcee train job.py --local 1 --device cpu --compute --resume {run}`" in said
+
+
+@pytest.mark.parametrize("collects", [True, False], ids=["its weights are still collected", "they are here"])
+def test_ctrl_c_behind_the_last_step_leaves_a_run_that_is_done(
+    collects: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not collects:
+        monkeypatch.setattr(Mesh, "stop", lambda mesh: False)
+    view = interrupted(tmp_path, monkeypatch, 1, who=Late, steps=3, out=Path("w.safetensors"))
+    assert view.presses == 0
+    assert "Done: 3 steps" in capsys.readouterr().out
+    assert Home().run("last").state == "done"
+    assert Path("w.safetensors").exists()
 
 
 def test_the_second_ctrl_c_says_how_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -344,6 +344,16 @@ async def test_what_they_cannot_do_is_told_before_the_first_step(changes: Any, a
         await run(job_of(**changes), **{"callbacks": [], **asked})
 
 
+def test_a_run_that_a_callback_needs_on_the_disk_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
+    best = meshcee.KeepBest("loss")
+    result = meshcee.train(job_of(), local=1, callbacks=[best])
+    assert best.best is not None
+    assert {best.best[0]} <= {
+        c.next_step for c in CheckpointStore(Home(tmp_path).run(result.run).checkpoints).complete()
+    }
+
+
 async def test_the_best_state_is_still_the_best_when_the_run_is_resumed(tmp_path: Path) -> None:
     home = Home(tmp_path)
     job = job_of(eval_every=3, checkpoint_every=2)
