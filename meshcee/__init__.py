@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import re
 import warnings
 from typing import Any
@@ -54,10 +55,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "capture":  # a package that can be called
-        return importlib.import_module("meshcee.capture")
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
+    if (
+        not name.startswith("_") and importlib.util.find_spec(f"meshcee.{name}") is not None
+    ):  # as the documents call them
+        return importlib.import_module(f"meshcee.{name}")
     raise AttributeError(f"module 'meshcee' has no attribute {name!r}")
 
 

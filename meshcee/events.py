@@ -26,6 +26,7 @@ class Event(StrEnum):
     MEMBERS_NEEDED = "members want to leave and the job cannot go on without them: start more peers"
     DATA_NEEDED = "this peer leaves once another one has the data that it supplies: give that to another with --dataset"
     DATA_AWAITED = "data is awaited"
+    ALONE = "this process trains alone: say join=, or local=N for N peers in it"
     UNFINISHED = "a run of this output_dir is unfinished: train(resume_from_checkpoint=True) goes on with it"
     GROUP_UNMET = "a pattern of the optimizer's groups= changes nothing"
     CODE_WARNS = "the job's code warns"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshcee.errors import UsageError, unwrap
 from meshcee.job import Job
+from meshcee.user_code import refuse_in_reader
 
 if TYPE_CHECKING:
     from meshcee.callbacks import Callback, Control
@@ -51,6 +52,7 @@ async def join(
     """
     import structlog
 
+    refuse_in_reader()
     from meshcee.files import Home
     from peers.node import JoinOptions
     from peers.node import join as joined
@@ -59,6 +61,10 @@ async def join(
         told = structlog.make_filtering_bound_logger(logging.WARNING)
         # Python's own, on standard error unless the script says otherwise: a line that its disk refuses ends nothing.
         structlog.configure(wrapper_class=told, logger_factory=structlog.stdlib.LoggerFactory())
+    if address is not None:
+        from meshcee.files.token_file import read_token
+
+        address = read_token(address)
     if (address is None) == (local is None):
         raise UsageError("give the token or address of a mesh, or local=N for N peers in this process")
     options = JoinOptions(token=address, local=local, compute=compute, device=device, measures=measures)
@@ -103,16 +109,20 @@ def train(
 
     `join`, `local`, `compute`, `device` and `keeps` are those of `meshcee.join`, all others those of its `mesh.train`.
     `keep_best` says `keeps=True` too, and so does a callback whose `needs_folder` is true, as that of `KeepBest`.
+    `join` may be `@FILE`, a file whose first line is the token.
     Raises a MeshceeError naming the cause. Where an event loop runs already, as in a notebook, it trains beside that one and
     still returns only at the end; code that must not wait uses `meshcee.join`.
     """
     from meshcee.capture import capture  # here, as Ctrl-C would not be heard before its end in a loop.
 
+    refuse_in_reader()
     keep = keeps or keep_best is not None or any(getattr(one, "needs_folder", False) for one in callbacks)
     if join is not None or resume is not None:
         from meshcee.files import Home
+        from meshcee.files.token_file import read_token
         from peers.node.early import look_for
 
+        join = read_token(join)
         look_for(join, Home() if join or keep else None, resume)
     found = captured or capture(job)
 

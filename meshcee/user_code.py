@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import itertools
+import multiprocessing
 import sys
 import sysconfig
 import threading
@@ -23,6 +24,7 @@ from typing import Any
 from meshcee.errors import MeshceeError, UsageError
 
 __all__ = [
+    "GUARD",
     "JOB_FILE",
     "Place",
     "as_number",
@@ -33,6 +35,7 @@ __all__ = [
     "library_of",
     "place_in",
     "place_of",
+    "refuse_in_reader",
     "under_way",
 ]
 
@@ -41,6 +44,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _OURS = tuple(f"{_ROOT / package}/" for package in ("meshcee", "dht", "peers"))
 _LIBRARIES = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "purelib", "platlib"))
 
+GUARD = 'put all that trains under `if __name__ == "__main__":`'
 JOB_FILE = "job_file"  # the name under which the command line imports a job's file
 
 
@@ -160,6 +164,12 @@ def as_number(what: str, given: Any) -> float:
             f"{what} returns a {type(given).__name__}{shape}, and shall return one number for the samples it is given: "
             "a mean over them, as (output.argmax(-1) == target).float().mean()"
         ) from error
+
+
+def refuse_in_reader() -> None:
+    """UsageError in a process that Python has spawned and that runs the user's file anew, as those of `workers` do."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise UsageError(f"this process reads data for another one, and runs your file anew: {GUARD}")
 
 
 def under_way() -> str:

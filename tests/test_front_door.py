@@ -182,3 +182,41 @@ except KeyboardInterrupt:
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "interrupted\n", done.stderr
+
+
+# -- what the documents say ----------------------------------------------------------------------------------------
+
+
+def test_every_dotted_name_of_the_documents_is_there_after_one_import() -> None:
+    texts = [file.read_text() for file in (ROOT / "README.md", *(ROOT / "docs").glob("**/*.md"))]
+    names = {found for text in texts for found in re.findall(r"`(meshcee(?:\.[a-z]\w*)+)(?=[`(])", text)}
+    assert "meshcee.sampling.read" in names
+    code = f"import meshcee\nfor name in {sorted(names)!r}: eval(name)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+UNGUARDED = """
+import torch, meshcee
+
+class Rows:
+    def __len__(self): return 64
+    def __getitem__(self, i): return torch.ones(2) * i, torch.ones(1)
+
+job = meshcee.Job(
+    model=torch.nn.Linear(2, 1), loss=torch.nn.functional.mse_loss, data=Rows(), optimizer=meshcee.Optimizer("SGD", lr=0.1),
+    batch_size=4, micro_batch_size=2, steps=2, workers=1, verify=False,
+)
+meshcee.train(job, local=1)
+"""
+
+
+def test_a_script_without_a_guard_that_reads_in_other_processes_is_told_what_to_write(tmp_path: Path) -> None:
+    """Each process that reads runs the file anew, and would train as well."""
+    (tmp_path / "job.py").write_text(UNGUARDED)
+    command = [sys.executable, str(tmp_path / "job.py")]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert done.returncode == 1
+    assert "this process reads data for another one, and runs your file anew" in done.stderr
+    assert 'put all that trains under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]

@@ -76,7 +76,7 @@ def check(
     say(f"captured {job.name}: {len(captured.costs)} blocks in {captured.took_s:.1f} s")
     most = captured.train.num_blocks
     counts = tuple(sorted({min(n, most) for n in (1, *stages)}))  # one stage tells the capture from the cut
-    notes = [f"the model has {most} blocks, and can have no more stages"] if max(stages) > most else []
+    notes = [f"the model has {most} block{'s' * (most > 1)}, and can have no more stages"] if max(stages) > most else []
     assert job.micro_batch_size is not None
     cuts = [tuple(split_blocks(most, n)) for n in counts]
     try:

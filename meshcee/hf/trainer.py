@@ -83,6 +83,8 @@ class Trainer:
         self.data_collator = data_collator or _usual_collator(processing_class)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
         self._where = join, None if join else local or 1
+        if join is None and local is None:
+            log.warning(Event.ALONE)
         model.train()
         config: Any = getattr(model, "config", None)
         if config is not None:

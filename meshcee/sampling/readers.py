@@ -23,7 +23,7 @@ from meshcee.job import Job
 from meshcee.sampling.again import alike
 from meshcee.sampling.data import batch_of, inputs_of
 from meshcee.sampling.source import indices_of, source_of
-from meshcee.user_code import JOB_FILE, import_job_file
+from meshcee.user_code import GUARD, JOB_FILE, import_job_file
 
 __all__ = ["Readers"]
 
@@ -61,8 +61,10 @@ class Readers:
         try:
             found = [next(self._batches) for _ in range(self._job.batch_size // micro_batch)]
         except RuntimeError as error:
+            mend = GUARD if self._untried == self._job.workers and JOB_FILE not in sys.modules else "try workers=0"
             raise UsageError(
-                f"a process that reads data has ended ({error}); what it said stands above: try workers=0, which reads in this one"
+                f"a process that reads data has ended ({error}); what it said stands above: {mend}, or try workers=0, which reads "
+                "in this one"
             ) from error
         self._next = step + 1
         for one in found:

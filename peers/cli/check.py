@@ -90,7 +90,7 @@ def run_capture(path: Path, html: Path | None, *, as_json: bool) -> None:
         print(dumps(result), flush=True)
         return
     print(
-        f"{job.name}: {len(costs)} blocks, {amount(sum(c.flops for c in costs))} FLOPs forward per sample, "
+        f"{job.name}: {len(costs)} block{'s' * (len(costs) != 1)}, {amount(sum(c.flops for c in costs))} FLOPs forward per sample, "
         f"{size(captured.state_bytes)} of parameters and buffers; captured in {seconds:.1f} s"
     )
     print(_table(costs))

@@ -13,6 +13,7 @@ Exit codes:
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import traceback
 from pathlib import Path
@@ -24,7 +25,8 @@ from meshcee import __version__
 from meshcee.errors import MeshceeError, NotNowError, UsageError
 from meshcee.files import disk, dumps
 from meshcee.files.steady import steady_output
-from peers.cli.session import KINDS, printable, read_token, spin_briefly, write_job
+from meshcee.files.token_file import read_token
+from peers.cli.session import KINDS, printable, spin_briefly, write_job
 from peers.cli.settings import defaults_of
 from peers.cli.settings.options import (
     Device,
@@ -205,7 +207,7 @@ def init(
 ) -> None:
     """Write a job file that runs as it is; put your own data and model in."""
     write_job(kind, file)
-    typer.echo(f"{file}: train it with `meshcee train {file} --local 2`")
+    typer.echo(f"{file}: train it with `meshcee train {shlex.quote(str(file))} --local 2`")
 
 
 @app.command(epilog="Example: meshcee train job.py --join @invite.txt --out weights.safetensors")

@@ -37,7 +37,6 @@ __all__ = [
     "load_job",
     "parse_bytes",
     "printable",
-    "read_token",
     "run_async",
     "short_ids",
     "spin_briefly",
@@ -144,32 +143,6 @@ def parse_bytes(text: str) -> int:
     if match is None or float(match[1]) <= 0:
         raise UsageError(f"--memory {text!r} is not a size; write for example 8GiB or 512MiB")
     return int(float(match[1]) * UNITS[match[2]])
-
-
-TOKEN_BYTES = 64 << 10
-
-
-def read_token(text: str | None) -> str | None:
-    """The token that `--join` was given: itself, `@FILE`, or `-` for the first line of standard input.
-
-    Every process of a machine can read the arguments of the others, and a shell keeps them. UsageError for a file without one.
-    """
-    if text is None or not (text == "-" or text.startswith("@")):
-        return text
-    if text == "-":
-        found = sys.stdin.readline(TOKEN_BYTES).strip()
-    else:
-        try:
-            with open(text[1:], encoding="utf-8") as file:
-                found = file.readline(TOKEN_BYTES).strip()
-        except (OSError, ValueError) as error:
-            why = error.strerror if isinstance(error, OSError) else "it is no text"
-            raise UsageError(f"--join {text}: the file cannot be read: {why}") from error
-    if not found:
-        raise UsageError(
-            f"--join {text}: there is no token on the first line; write the line there that `meshcee peer` printed"
-        )
-    return found
 
 
 def end_anyway() -> None:

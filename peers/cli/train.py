@@ -86,6 +86,10 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         raise UsageError(f"--trace: there is no folder {options.trace.parent}")
     if options.plan is not None and options.stages is not None:
         raise UsageError("--plan says how many stages there are: leave --stages out")
+    if options.stages is not None and options.local is not None and options.stages > options.local + options.compute:
+        raise UsageError(
+            f"--stages {options.stages} needs as many devices: say --local {options.stages}, or ask for fewer stages"
+        )
     if options.ui:
         needs_ui()
     given = read_plan(options.plan) if options.plan is not None else None
@@ -135,8 +139,9 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         except KeyboardInterrupt:
             view.note("interrupted while the model was captured: no run has begun")
             raise
+        blocks = len(captured.costs)
         view.note(
-            f"captured {job.name}: {len(captured.costs)} blocks, {size(captured.state_bytes)} of weights "
+            f"captured {job.name}: {blocks} block{'s' * (blocks != 1)}, {size(captured.state_bytes)} of weights "
             f"in {time.perf_counter() - start_s:.1f} s"
         )
         try:

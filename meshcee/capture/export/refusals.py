@@ -305,7 +305,7 @@ _KNOWN = (
         "_pack_padded_sequence",
         "",
         "a packed sequence is made{}, whose sizes follow from values",
-        "give the padded sequence, and mask what lies behind its end",
+        "pad all samples to one length, give the padded sequence, and mask what lies behind its end",
     ),
     (
         "embedding_bag",

@@ -17,7 +17,7 @@ import typer
 
 from meshcee.config import LONGEST_LEAVE_S
 from meshcee.files import Home
-from peers.cli.session import read_token
+from meshcee.files.token_file import read_token
 
 __all__ = [
     "Announce",

@@ -16,13 +16,14 @@ import structlog
 
 from meshcee.errors import UsageError
 from meshcee.files import loads
+from meshcee.files.token_file import read_token
 from meshcee.plan import Plan
 from meshcee.planner import plans
 from peers.cli import live_plan, plan, status
 from peers.cli.live_plan import LivePlan
 from peers.cli.main import main
 from peers.cli.plan import read_scenario
-from peers.cli.session import Screen, configure_logging, printable, read_token
+from peers.cli.session import Screen, configure_logging, printable
 from peers.cli.view import LineView, RichView
 
 HOSTILE = [

@@ -31,6 +31,8 @@ JOB = meshcee.Job(Untouched(), nn.functional.mse_loss, DATA, meshcee.Optimizer("
     ("asked", "says"),
     [
         ({"join": "nonsense"}, "neither an invite token"),
+        ({"join": "@nowhere"}, "@nowhere: the file cannot be read"),
+        ({"join": "@line.txt"}, "'nonsense' is neither an invite token"),
         ({"resume": "nonsense", "local": 1, "keeps": True}, "0 runs match 'nonsense'"),
         ({"resume": "nonsense", "local": 1}, "keeps=True"),
     ],
@@ -39,6 +41,8 @@ def test_a_wrong_word_is_told_before_the_capture(
     asked: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "line.txt").write_text("nonsense\n")
     with pytest.raises(MeshceeError, match=says):
         meshcee.train(JOB, **asked)
 
