@@ -86,7 +86,7 @@ class CountedStore(MemoryStore):
         super().__init__(shared)
         self._tally = tally.store
 
-    async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+    async def put(self, key: str, subkey: str, value: bytes, expires_at: float, *, quick: bool = False) -> bool:
         await asyncio.sleep(STORE_S)
         self._tally.update(writes=1, written_bytes=len(value))
         return await super().put(key, subkey, value, expires_at)

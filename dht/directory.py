@@ -49,6 +49,7 @@ log = structlog.get_logger()
 R = TypeVar("R", bound=Record)
 
 REST_EVERY = 4  # polls of peers for one of links and runs, and for one that asks all replicas: a third of the traffic
+EMPTY_EVERY = 16  # polls for one of what nobody has written: no node has it, so all are asked
 LINKS_LAST = 8  # lives of a peer's record that its links' figures are good for: they are announced so much more rarely
 LISTS_EVERY = 16  # announcements for one of what admins have revoked
 CROWD = 32  # beyond so many peers, polls become rarer in proportion
@@ -126,16 +127,24 @@ class Directory:
         self._own[type(record)] = record
         self._pass_on(record, self._seal(record)[0])
 
+    def renew(self, record: Record) -> None:
+        """Write our record with the next announcement: it says nothing that is news."""
+        self._own[type(record)] = record
+
     async def withdraw(self, kind: type[Record]) -> None:
         """Stop publishing; the record expires by itself."""
         self._own.pop(kind, None)
 
-    async def write(self, record: Record, ttl_s: float | None = None, *, is_news: bool = False) -> bool:
-        """Write our record once, dated now. News are passed on besides, not only left for others to find."""
+    async def write(
+        self, record: Record, ttl_s: float | None = None, *, is_news: bool = False, quick: bool = False
+    ) -> bool:
+        """Write our record once, dated now; `quick` as in `Store.put`. News are passed on besides, not only left for others to
+        find."""
         sealed, expires_at = self._seal(record, ttl_s)
         if is_news:
             self._pass_on(record, sealed)
-        return await self._store.put(topic(record.kind, self._mesh_key), record.peer_id, sealed, expires_at)
+        key = topic(record.kind, self._mesh_key)
+        return await self._store.put(key, record.peer_id, sealed, expires_at, quick=quick)
 
     def ttl_s(self, kind: type[Record]) -> float:
         ttl_s = self._timeouts.record_ttl_s
@@ -169,7 +178,7 @@ class Directory:
             for kind, record in list(self._own.items()):
                 if kind is LinkRecord and turn % LINKS_LAST:
                     continue
-                if not await self.write(record):
+                if not await self.write(record, quick=turn % REST_EVERY != 0):
                     log.debug("record not stored", kind=record.kind)
             if turn % LISTS_EVERY == 0:
                 for told in list(self.members.lists.values()):  # whose admin may be away
@@ -221,20 +230,29 @@ class Directory:
         await self.refresh()
         for turn in itertools.count(1):
             await asyncio.sleep(self._timeouts.directory_poll_s * self._crowd())
-            thorough = turn % REST_EVERY == 0
-            await self.refresh(everything=turn % REST_EVERY == REST_EVERY // 2, quick=not thorough)
+            thorough, is_told = (
+                turn % REST_EVERY == 0,
+                PeerRecord in self._own,
+            )  # whom others know they tell what is news
+            empty = not is_told or turn % EMPTY_EVERY == REST_EVERY // 2
+            await self.refresh(everything=turn % REST_EVERY == REST_EVERY // 2, quick=not thorough, empty=empty)
 
-    async def refresh(self, *, everything: bool = True, quick: bool = False) -> None:
-        """Read peers, and with `everything` links and runs, and note what has changed; `quick` as in `Store.get`."""
-        if everything:
-            _, found, links, runs = await asyncio.gather(
-                self.read_revoked(quick=quick),
-                self.read(PeerRecord, quick=quick),
-                self.read(LinkRecord, quick=quick),
-                self.read(RunRecord, quick=quick),
-            )
-        else:
-            found, links, runs = await self.read(PeerRecord, quick=quick), {}, {}
+    async def refresh(self, *, everything: bool = True, quick: bool = False, empty: bool = True) -> None:
+        """Read peers, and with `everything` links, runs and the lists of who is revoked, and note what has changed.
+
+        quick  as in `Store.get`
+        empty  of runs and lists also that of which none is known
+        """
+
+        async def read(kind: type[R], some: object = True) -> dict[str, R]:
+            return await self.read(kind, quick=quick) if everything and (empty or some) else {}
+
+        _, found, links, runs = await asyncio.gather(
+            self.read_revoked(quick=quick) if everything and (empty or self.members.lists) else asyncio.sleep(0),
+            self.read(PeerRecord, quick=quick),
+            read(LinkRecord),
+            read(RunRecord, self.runs or self.over),
+        )
         self._look_for_double(found.pop(self._identity.peer_id, None))
         await self._settle(found, links, runs)
 

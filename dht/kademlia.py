@@ -57,6 +57,7 @@ BEAM = 8  # nodes that a search visits: the replicas and a few beside them
 BUCKET = 20  # neighbours that a node knows at each distance; a mesh of so many is known whole
 BELIEVED = 4  # neighbours that one answer may name beyond those that we know: half a search, if none of them exists
 RPC_S = 3.0  # one request to one node: a connection over 300 ms takes 1.2 s
+QUICK_WORKERS = 2  # nodes that a search asks at once, where the first answer ends it: one may not answer
 FORGIVEN_AFTER_S = 5.0  # a node that did not answer is passed over for so long (hivemind would double it each time)
 MAX_TOLD = 1024  # warnings
 MAX_MET = 64  # addresses kept for the next p2pd
@@ -102,6 +103,8 @@ class KademliaStore:
         self.node: Any = None
         self._told: set[str] = set()  # peers whose clocks run ahead
         self._met: dict[str, tuple[str, ...]] = {}
+        # The nearest nodes of a key, as the last search before a write has found them, and as far as they have answered since.
+        self._found: dict[DHTID, dict[DHTID, PeerID]] = {}
 
     # -- lifetime ------------------------------------------------------------------------------------------------------
 
@@ -164,7 +167,9 @@ class KademliaStore:
         except TimeoutError as error:
             raise JoinError("this peer's own p2pd does not answer: start the peer again") from error
         node.protocol.storage = old.protocol.storage if old is not None else _Storage(self._drop_ahead)
-        call_store, call_find, meet_node, stub_of = (
+        self._found.clear()
+        search, call_store, call_find, meet_node, stub_of = (
+            node.find_nearest_nodes,
             node.protocol.call_store,
             node.protocol.call_find,
             node.protocol.update_routing_table,
@@ -183,6 +188,9 @@ class KademliaStore:
             return True
 
         async def met(node_id: DHTID | None, peer: PeerID, responded: bool = True) -> None:
+            if not responded:
+                for nodes in self._found.values():
+                    nodes.pop(node_id_of(peer), None)
             if node_id is None or node_id == node_id_of(peer):
                 await meet_node(node_id, peer, responded=responded)
 
@@ -209,9 +217,25 @@ class KademliaStore:
             answer = await call_store(*args, **more)
             return answer if answer and any(answer) else None
 
+        async def nearest(queries: Any, *, quick: bool = False, **more: Any) -> Any:
+            """The search before a write of a key, or none: then those whom the last one found, and who was met since."""
+            write, nodes = more.get("found_callback"), more.get("node_to_peer_id")
+            if write is None or nodes is None:
+                return await search(queries, **more)
+
+            async def found_all(key: DHTID, those: list[DHTID], visited: set[DHTID]) -> None:
+                self._found[key] = {node_id: nodes[node_id] for node_id in those}
+                await write(key, those, visited)
+
+            (key,) = queries
+            if not quick or key not in self._found:
+                return await search(queries, **{**more, "found_callback": found_all})
+            nodes.update(self._found[key])
+            await write(key, sorted(nodes, key=key.xor_distance)[:BEAM], set())
+
         node.protocol._validate_dictionary, node.protocol.call_store = validated, stored
         node.protocol.update_routing_table, node.protocol.call_find = met, found
-        node.protocol.get_stub = stub
+        node.protocol.get_stub, node.find_nearest_nodes = stub, nearest
         self.node = node
 
     async def _first_meeting(self) -> None:
@@ -237,7 +261,7 @@ class KademliaStore:
 
     # -- Store ---------------------------------------------------------------------------------------------------------
 
-    async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+    async def put(self, key: str, subkey: str, value: bytes, expires_at: float, *, quick: bool = False) -> bool:
         self._sweep()
         try:
             async with asyncio.timeout(self._timeouts.dial_s):
@@ -248,6 +272,7 @@ class KademliaStore:
                     expiration_time=expires_at,
                     beam_size=BEAM,
                     await_all_replicas=False,
+                    quick=quick,
                 )
         except Exception as error:  # whatever hivemind raises, it was not stored
             log.debug("dht.put_failed", key=key, error=repr(error))
@@ -261,7 +286,8 @@ class KademliaStore:
         try:
             async with asyncio.timeout(self._timeouts.dial_s):
                 enough = self._clock() if quick else float("inf")  # the expiration of what ends the search
-                found = (await self.node.get_many([key], enough, beam_size=BEAM))[key]
+                workers = QUICK_WORKERS if quick else None
+                found = (await self.node.get_many([key], enough, beam_size=BEAM, num_workers=workers))[key]
         except Exception as error:
             log.debug("dht.get_failed", key=key, error=repr(error))
             return {}
@@ -317,6 +343,7 @@ class KademliaStore:
         while len(self._met) > MAX_MET:
             del self._met[next(iter(self._met))]
         if any(PeerID.from_base58(peer_id) not in before for peer_id in met):
+            self._found.clear()
             await self._explore()
         return frozenset(met)
 

@@ -74,6 +74,6 @@ def differences(before: Mapping[str, PeerRecord], after: Mapping[str, PeerRecord
             changes.append(Change("joined", record))
         elif old.instance != record.instance:  # the process was restarted in between
             changes += [Change("left", old), Change("joined", record)]
-        elif replace(old, sent_at=record.sent_at) != record:
+        elif old is not record and replace(old, sent_at=record.sent_at) != record:
             changes.append(Change("changed", record))
     return changes

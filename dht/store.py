@@ -29,8 +29,11 @@ class Store(Protocol):
         """Addresses of peers that were seen before the start: they are called, and whether they answer does not matter."""
         ...
 
-    async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
-        """Write; False when no replica took it (a newer value, or nobody reachable)."""
+    async def put(self, key: str, subkey: str, value: bytes, expires_at: float, *, quick: bool = False) -> bool:
+        """Write; False when no replica took it (a newer value, or nobody reachable).
+
+        The nodes nearest to the key are looked for; `quick`: those that the last look found, and that are met since, will do.
+        """
         ...
 
     async def get(self, key: str, *, quick: bool = False) -> Mapping[str, tuple[bytes, float]]:
@@ -70,7 +73,7 @@ class MemoryStore:
         self.others: Sequence[str] = ()
         self.reachable = True
 
-    async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+    async def put(self, key: str, subkey: str, value: bytes, expires_at: float, *, quick: bool = False) -> bool:
         if not self.reachable or expires_at <= self.shared.clock():
             return False
         table = self.shared.entries.setdefault(key, {})

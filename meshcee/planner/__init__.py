@@ -15,13 +15,14 @@ from meshcee.planner.live import (
     regions_of,
     situation,
 )
-from meshcee.planner.regions import whom_to_probe
+from meshcee.planner.regions import NEAR_LATENCY_S, whom_to_probe
 from meshcee.planner.rules import needs, remarks, shortages
 from meshcee.planner.search import Effort, Question, plans
 
 __all__ = [
     "COMPARED",
     "HURRIED",
+    "NEAR_LATENCY_S",
     "Comparison",
     "Effort",
     "Found",

@@ -27,7 +27,7 @@ from networkx.utils import UnionFind
 from meshcee.errors import UsageError
 from meshcee.figures import FEW, Cluster, Device, DeviceProfile, LinkProfile
 
-__all__ = ["cluster_of", "find_regions", "whom_to_probe"]
+__all__ = ["NEAR_LATENCY_S", "cluster_of", "find_regions", "whom_to_probe"]
 
 LEAST_GAP = 3.0  # between the slowest link inside a region and the fastest between regions
 # What is near whatever the ratio: 10 ms there and back at most (a LAN has 0.1 to 4, by radio too; the two nearest cities of

@@ -1,8 +1,8 @@
 """The links that begin at this peer: what probes and steps have shown of each, told to the mesh.
 
-The idea: one figure a link, and the newest counts, whoever found it out. A probe is news each time. What steps show is news
-once it has held for several of them and is another than the mesh knows, and not again for a while. So a link that flaps makes
-no more noise than one that is probed.
+The idea: one figure a link, and the newest counts, whoever found it out. A probe is news where its figures are not ALIKE those
+last told; else the next announcement carries it. What steps show is news once it has held for several of them and is another than
+the mesh knows, and not again for a while. So a link that flaps makes no more noise than one that is probed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from dataclasses import replace
 from dht import MAX_LINKS, Directory, LinkRecord
 from meshcee.adapt import FAST, SHIFT, Senses, as_shown
 from meshcee.figures import LinkProfile, Observed
+from meshcee.planner import NEAR_LATENCY_S
 from peers.wire import Crossed
 
-__all__ = ["OLD_S", "REST_S", "LinkReport"]
+__all__ = ["ALIKE", "OLD_S", "REST_S", "LinkReport"]
 
+ALIKE = 1.25  # times as fast, or as slow
 REST_S = 3.0  # between two changes of one link that steps have shown, at least
 OLD_S = 600.0  # of a figure that steps bear out: it is dated anew, well before nobody believes it any more
 
@@ -36,14 +38,19 @@ class LinkReport:
         self._me, self._directory = me, directory
         self._clock, self._monotonic = clock, monotonic
         self._senses = Senses({})
+        self._told: dict[str, LinkProfile] = {}  # when there were news last
         self._rests_until_s: dict[str, float] = {}
         self._news = asyncio.Event()
 
-    async def probed(self, peer: str, link: LinkProfile) -> None:
-        """Newer than what steps have shown so far."""
+    async def probed(self, peer: str, link: LinkProfile, *, awaited: bool = False) -> None:
+        """Newer than what steps have shown so far. `awaited`: it is news, alike or not."""
         self.known[peer] = link
         self._senses.assume((self._me, peer), link.bandwidth_bytes_per_s)
-        await self._publish()
+        told = self._told.get(peer)
+        if awaited or told is None or not _alike(told, link):
+            await self._publish()
+        else:
+            self._directory.renew(self._record())
 
     def bandwidth(self, peer: str) -> float:
         """Bytes per second, as published; inf where it is FAST, or nobody has measured."""
@@ -85,7 +92,20 @@ class LinkReport:
             await self._publish()
 
     async def _publish(self) -> None:
+        record = self._record()
+        self._told = dict(record.links)
+        await self._directory.publish(record)
+
+    def _record(self) -> LinkRecord:
         alive = self._directory.peers
         newest = sorted(self.known.items(), key=lambda x: -x[1].measured_at)
         links = tuple((peer, link) for peer, link in newest if peer in alive)[:MAX_LINKS]
-        await self._directory.publish(LinkRecord(self._me, 0.0, links))
+        return LinkRecord(self._me, 0.0, links)
+
+
+def _alike(one: LinkProfile, other: LinkProfile) -> bool:
+    """Whether it can wait for an announcement. Above FAST a probe shows the machine rather than the link, and so it does between
+    the near."""
+    fast = [min(link.bandwidth_bytes_per_s, FAST) for link in (one, other)]
+    near = [max(link.latency_s, NEAR_LATENCY_S) for link in (one, other)]
+    return max(fast) < ALIKE * min(fast) and max(near) < ALIKE * min(near)

@@ -19,7 +19,7 @@ from meshcee.figures import DeviceProfile
 from meshcee.planner import whom_to_probe
 from peers.device import Compute, Graphs, quiet
 from peers.measure.block_profiler import BlockProfiler
-from peers.measure.link_report import LinkReport
+from peers.measure.link_report import ALIKE, LinkReport
 from peers.measure.probe import LIGHT_S, TARGET_S, Turns, probe_link
 from peers.measure.sounding import Wishes
 from peers.mesh_view import LINK_TTL_S, MeshView
@@ -31,7 +31,6 @@ log = structlog.get_logger()
 
 PROBE_EVERY_S = 60.0  # each link is measured again after this long, or later
 MOST_EVERY_S = 480.0  # after twice as long each time that it was ALIKE, but no longer than this
-ALIKE = 1.25  # times as fast, or as slow
 PROBE_SHARE = 0.02  # of a peer's time, at most, in which links that were measured before are measured again
 
 
@@ -140,12 +139,12 @@ class Measuring:
                 if known:
                     now_s = self._agent.monotonic()
                     rest_until_s = now_s + (now_s - start_s) / PROBE_SHARE
-            self._rests_s.pop(target, None)
+            failed = self._rests_s.pop(target, None) is not None
             if (before := self._links.known.get(target)) is not None and not light:
                 faster = probed.link.bandwidth_bytes_per_s / before.bandwidth_bytes_per_s
                 twice_s = min(2 * self._every_s.get(target, PROBE_EVERY_S), MOST_EVERY_S)
                 self._every_s[target] = twice_s if 1 / ALIKE < faster < ALIKE else PROBE_EVERY_S
-            await self._links.probed(target, probed.link)
+            await self._links.probed(target, probed.link, awaited=asked or failed)
 
     def _stalest_link(self, *, may_repeat: bool) -> tuple[str | None, bool]:
         """The link that it is most time to measure, and whether it was measured before."""

@@ -1,6 +1,7 @@
 """Gossip over streams: what dht/gossip.py decides to tell, delivered; what others tell, heard.
 
-The idea: a stream a delivery. News are rare and small, and whom to tell is a matter of chance, so nothing is kept open.
+The idea: a stream a delivery. News are rare and small, and whom to tell is a matter of chance, so nothing is kept open. Who was
+told a moment ago is still connected, so no address is dialled again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from peers.mesh_view import MeshView
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import messages
 
-__all__ = ["GossipService"]
+__all__ = ["CONNECTED_S", "GossipService"]
+
+CONNECTED_S = 10.0  # a connection stays after its last stream
 
 
 class GossipService:
@@ -22,15 +25,19 @@ class GossipService:
 
     def __init__(self, agent: MeshView) -> None:
         self._agent = agent
+        self._told: dict[str, tuple[float, Sequence[str]]] = {}  # when, and where; in that order
         self._gossiper = Gossiper(agent.directory, agent.peer_id, self.send)
         self.run = self._gossiper.run
         agent.transport.serve("gossip", self._serve)
 
     async def send(self, peer_id: str, rumours: Sequence[bytes]) -> None:
         agent = self._agent
+        where, now_s = agent.addresses_of([peer_id]).get(peer_id, ()), agent.monotonic()
+        self._told = {p: told for p, told in self._told.items() if now_s - told[0] < CONNECTED_S}
+        _, before = self._told.pop(peer_id, (0.0, None))
         try:
             async with asyncio.timeout(agent.timeouts.handshake_s):
-                stream = await agent.transport.open(peer_id, "gossip", agent.addresses_of([peer_id]).get(peer_id, ()))
+                stream = await agent.transport.open(peer_id, "gossip", () if before == where else where)
                 try:
                     stream.max_payload_bytes = 0
                     await stream.send(Frame(messages.NEWS, {}, rumours))
@@ -39,6 +46,7 @@ class GossipService:
                     stream.abort()
         except (StreamClosed, TimeoutError) as error:
             raise JoinError(f"peer {peer_id} did not take the news: {error}") from error
+        self._told[peer_id] = now_s, where
 
     async def _serve(self, stream: Stream) -> None:
         stream.max_payload_bytes = MAX_RUMOURS * self._agent.limits.record_bytes

@@ -14,7 +14,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from dht import directory as module
-from dht.directory import LINKS_LAST, Change, Directory
+from dht.directory import EMPTY_EVERY, LINKS_LAST, REST_EVERY, Change, Directory
 from dht.election import Elector
 from dht.records import LeaseRecord, LinkRecord, PeerRecord, RunRecord, seal, topic
 from dht.roster import Roster, differences
@@ -43,12 +43,16 @@ class Flaky(MemoryStore):
         self.blind = False
         self.called: list[tuple[float, frozenset[str]]] = []
         self.written: list[str] = []  # keys
+        self.searched: list[str] = []  # those of them whose nodes were looked for
+        self.read: list[str] = []
 
-    async def put(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
+    async def put(self, key: str, subkey: str, value: bytes, expires_at: float, *, quick: bool = False) -> bool:
         self.written.append(key)
+        self.searched += [] if quick else [key]
         return await super().put(key, subkey, value, expires_at)
 
     async def get(self, key: str, *, quick: bool = False) -> Mapping[str, tuple[bytes, float]]:
+        self.read.append(key)
         return {} if self.blind else await super().get(key)
 
     async def meet(self, addresses: Iterable[str]) -> frozenset[str]:
@@ -159,6 +163,62 @@ async def test_links_change_rarely_so_they_are_announced_rarely_and_stay_known()
         announced = collections.Counter(b.store.written)
     assert announced[topic("peers", KEY)] == pytest.approx(80 / TIMES.announce_every_s, abs=1)
     assert announced[topic("links", KEY)] == pytest.approx(80 / TIMES.announce_every_s / LINKS_LAST, abs=1)
+
+
+@virtual_time
+async def test_most_announcements_need_no_search_and_each_claim_has_one() -> None:
+    a = Peer(shared(), "a")
+    async with a.runs(a.elector()) as here:
+        await asyncio.sleep(60 * TIMES.announce_every_s)
+        written, searched = collections.Counter(a.store.written), collections.Counter(a.store.searched)
+        assert written[topic("peers", KEY)] >= 60
+        assert 60 / REST_EVERY <= searched[topic("peers", KEY)] <= 2 + 60 / REST_EVERY
+        assert searched[topic("lease", KEY)] == written[topic("lease", KEY)] > 10
+        await here.publish(replace(a.record, busy=True))
+        assert a.store.searched[-1] == topic("peers", KEY), "news is written where readers look"
+
+
+@virtual_time
+async def test_what_nobody_has_written_is_read_rarely_by_those_who_are_told() -> None:
+    memory = shared()
+    a, b, looker = (Peer(memory, name) for name in ("a", "b", "looker"))
+
+    async def reads(peer: Peer) -> float:
+        """Of runs, for each minute."""
+        peer.store.read.clear()
+        await asyncio.sleep(60.0)
+        return collections.Counter(peer.store.read)[topic("runs", KEY)]
+
+    async with a.runs() as here, b.runs() as there, asyncio.TaskGroup() as group:
+        polling = group.create_task(looker.directory.poll_forever())
+        assert await reads(a) <= 2 + 60 / TIMES.directory_poll_s / EMPTY_EVERY
+        usual = 60 / TIMES.directory_poll_s / REST_EVERY
+        assert await reads(looker) >= usual - 1, "nobody passes news on to it"
+        run = RunRecord(b.peer_id, 0.0, "gpt", (1, 1), 3)
+        began_s = now()
+        await there.publish(run)
+        await here.wait_for(lambda: here.runs)
+        assert now() - began_s <= EMPTY_EVERY * TIMES.directory_poll_s
+        assert await reads(a) >= usual - 1, "a run that is known is followed"
+        await there.publish(replace(run, state="over"))
+        await here.wait_for(lambda: b.peer_id in here.over)
+        polling.cancel()
+
+
+@virtual_time
+async def test_what_is_renewed_is_written_with_the_next_announcement_and_not_passed_on() -> None:
+    memory = shared()
+    a, to, passed_on = Peer(memory, "a"), Identity.generate().peer_id, list[tuple[str, str]]()
+    async with a.runs() as here:
+        here.on_publish = lambda key, data: passed_on.append(key)
+        before = LinkRecord(a.peer_id, 0.0, ((to, LinkProfile(0.01, 1e6)),))
+        await here.publish(before)
+        a.store.written.clear()
+        here.renew(replace(before, links=((to, LinkProfile(0.01, 1e6 + 1)),)))
+        await asyncio.sleep((LINKS_LAST + 1) * TIMES.announce_every_s)
+        assert a.store.written.count(topic("links", KEY)) == 1
+        assert (await here.read(LinkRecord))[a.peer_id].links[0][1].bandwidth_bytes_per_s == 1e6 + 1
+        assert passed_on == [("links", a.peer_id)]
 
 
 @virtual_time

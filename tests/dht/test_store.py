@@ -517,10 +517,13 @@ async def test_a_mesh_that_fell_apart_is_put_together_by_its_directories(tmp_pat
             tasks += [group.create_task(d.poll_forever()) for d in (ours, theirs)]
             for directory in (ours, theirs):
                 await directory.wait_for(lambda d=directory: len(d.peers) == 2)  # type: ignore[misc]
-            for kademlia, peer in ((store, b), (other, a)):  # each forgets the other, records and all
-                table, protocol = kademlia.node.protocol.routing_table, kademlia.node.protocol
-                del table[table.peer_id_to_uid[PeerID.from_base58(peer.identity.peer_id)]]
-                protocol.storage.clear()
+            for kademlia, peer in (
+                (store, b),
+                (other, a),
+            ):  # each forgets the other, as one that did not answer, records and all
+                peer_id = PeerID.from_base58(peer.identity.peer_id)
+                await kademlia.node.protocol.update_routing_table(node_id_of(peer_id), peer_id, responded=False)
+                kademlia.node.protocol.storage.clear()
             fallen = [group.create_task(d.wait_for(lambda d=d: len(d.peers) == 1)) for d in (ours, theirs)]
             await asyncio.wait(fallen, return_when=asyncio.FIRST_COMPLETED)  # who sees it first mends it for both
             for directory in (ours, theirs):

@@ -9,7 +9,8 @@ from typing import Any, cast
 from dht.records import LinkRecord
 from meshcee.config import Timeouts
 from meshcee.figures.profile import LinkProfile
-from peers.measure.measuring import Measuring
+from peers.measure.measuring import MOST_EVERY_S, Measuring
+from peers.measure.sounding import sound
 from peers.mesh_view import LINK_TTL_S, MeshView
 from peers.transport.base import Transport
 from peers.transport.memory import Impairment, MemoryNetwork
@@ -27,16 +28,25 @@ class World:
 
     def __init__(self) -> None:
         self.told: list[dict[str, LinkProfile]] = []
+        self.passed_on = 0
         self.peers = {peer: SimpleNamespace(device=object(), addresses=(), name=peer) for peer in ("near", "far")}
         self.links: dict[str, LinkRecord] = {}
 
     async def publish(self, record: LinkRecord) -> None:
+        self.renew(record)
+        self.passed_on += 1
+
+    def renew(self, record: LinkRecord) -> None:
         self.told.append(dict(record.links))
 
-    def measuring(self, transport: Transport) -> Measuring:
+    def view(self, transport: Transport) -> MeshView:
         view = SimpleNamespace(peer_id=transport.peer_id, transport=transport, directory=self, timeouts=Timeouts())
         view.clock = view.monotonic = now
-        return Measuring(cast(MeshView, view))
+        view.addresses_of = lambda peers: dict.fromkeys(peers, ())
+        return cast(MeshView, view)
+
+    def measuring(self, transport: Transport) -> Measuring:
+        return Measuring(self.view(transport))
 
 
 @virtual_time
@@ -51,5 +61,52 @@ async def test_a_peer_that_trains_for_hours_has_no_link_of_which_nobody_believes
             await asyncio.sleep(MINUTE_S)
             assert now() - here.told[-1]["far"].measured_at < LINK_TTL_S
         assert len(here.told) <= 2 * 7200 / LINK_TTL_S + 1, "it takes the link for little"
+        for task in tasks:
+            task.cancel()
+
+
+@virtual_time
+async def test_a_link_that_is_as_it_was_is_no_news() -> None:
+    """The next announcement carries its figure. Another figure is news, and so is any after a try that failed."""
+    here, idle = World(), cast(Any, SimpleNamespace(is_busy=False))
+    network = MemoryNetwork(impairment=Impairment(latency_s=0.01, bandwidth_bytes_per_s=1e6))
+    async with network.transport("near") as near, network.transport("far") as far, asyncio.TaskGroup() as group:
+        here.measuring(far)  # answers
+        tasks = [group.create_task(work) for work in here.measuring(near).measure_links(idle)]
+        await asyncio.sleep(60 * MINUTE_S)
+        assert here.passed_on == 1 < len(here.told), "measured again, and found alike"
+        assert now() - here.told[-1]["far"].measured_at < MOST_EVERY_S + MINUTE_S
+        for impairment in (
+            Impairment(latency_s=0.01, bandwidth_bytes_per_s=3e5),
+            Impairment(latency_s=0.02, bandwidth_bytes_per_s=3e5),
+        ):
+            before = here.passed_on
+            network.impair("near", "far", impairment)
+            network.impair("far", "near", impairment)
+            await asyncio.sleep(MOST_EVERY_S + MINUTE_S)
+            assert here.passed_on == before + 1
+        before = here.passed_on
+        network.cut("near", "far")
+        await asyncio.sleep(MOST_EVERY_S + MINUTE_S)
+        network.heal()
+        await asyncio.sleep(MOST_EVERY_S + MINUTE_S)
+        assert here.passed_on == before + 1, "others may believe that it is cut off"
+        for task in tasks:
+            task.cancel()
+
+
+@virtual_time
+async def test_a_figure_that_an_owner_waits_for_is_news_though_it_is_as_it_was() -> None:
+    here, trains = World(), cast(Any, SimpleNamespace(is_busy=True))
+    network = MemoryNetwork(impairment=Impairment(latency_s=0.01, bandwidth_bytes_per_s=1e6))
+    async with network.transport("near") as near, network.transport("far") as far, asyncio.TaskGroup() as group:
+        there = here.view(far)
+        Measuring(there)
+        tasks = [group.create_task(work) for work in here.measuring(near).measure_links(trains)]
+        await asyncio.sleep(MINUTE_S)
+        before = here.passed_on
+        await sound(there, [("near", "far")])
+        await asyncio.sleep(MINUTE_S)
+        assert here.passed_on == before + 1
         for task in tasks:
             task.cancel()

@@ -55,9 +55,8 @@ class NeverGrants(MemoryTransport):
 async def test_news_that_a_peer_does_not_take() -> None:
     network = MemoryNetwork()
     async with network.transport("a") as ours, NeverGrants(network, "b", "gossip"):
-        agent: Any = SimpleNamespace(
-            transport=ours, timeouts=Timeouts(), peer_id="a", directory=mock.Mock(), addresses_of=lambda peers: {}
-        )
+        agent: Any = SimpleNamespace(transport=ours, timeouts=Timeouts(), peer_id="a", directory=mock.Mock())
+        agent.monotonic, agent.addresses_of = (lambda: 0.0), (lambda peers: {})
         with pytest.raises(JoinError, match="did not take the news"):
             await GossipService(agent).send("b", [b"news"])
         assert all(stream.closed for stream in ours.streams)
