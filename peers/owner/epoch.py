@@ -490,7 +490,7 @@ class Owner:
                 self._gone(link, closed)
         except ProtocolError as error:
             told = ProtocolError(f"peer {self._describe(link.peer_id)}: {error}")
-            self._own_fault(link.peer_id, str(error), told, self._under_way)
+            self._own_fault(link.peer_id, str(error), told, self._under_way, getattr(error, "of", None))
 
     def _gone(self, link: Link, closed: StreamClosed | str) -> None:
         self.failures.missed.add(link.peer_id)

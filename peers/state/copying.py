@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import structlog
 
@@ -19,12 +19,23 @@ from peers.state.policy import Keepers
 from peers.transport import Frame
 from peers.wire import Link, digests_in, digests_of, messages, need
 
-__all__ = ["Copying", "FarCopying"]
+__all__ = ["ClashError", "Copying", "FarCopying"]
 
 log = structlog.get_logger()
 
 LATE_STEPS = 10  # an owner that has slept hears of copies before it has told of so many
 UNASKED = "it told of a copy that nobody asked for"
+
+
+class ClashError(ProtocolError):
+    """A member holds another state than these others, of whom each has described what they share.
+
+    `of` is the only other one, if there is one: then either of the two may be wrong.
+    """
+
+    def __init__(self, text: str, others: Collection[str]) -> None:
+        super().__init__(text)
+        self.of: str | None = next(iter(others)) if len(others) == 1 else None
 
 
 class Copying:
@@ -188,10 +199,13 @@ class Copying:
                 stage.holders.add(link.peer_id)
             return
         if stage.holders and (stage.weights, stage.optimizer) != (weights, optimizer):
-            raise ProtocolError("it holds another state than the other members of its group")
+            raise ClashError("it holds another state than the other members of its group", stage.holders)
         elsewhere = {o.place.number for o in self._links.values() if o.place.pipeline != link.place.pipeline}
-        if any(asked.stages[at].clashes(weights, optimizer) for at in elsewhere):
-            raise ProtocolError("it holds another state than the other pipelines")
+        clashing = [asked.stages[at] for at in elsewhere if asked.stages[at].clashes(weights, optimizer)]
+        if clashing:
+            raise ClashError(
+                "it holds another state than the other pipelines", set().union(*(other.holders for other in clashing))
+            )
         stage.weights, stage.optimizer = weights, optimizer
         stage.holders.add(link.peer_id)
         took_s = _seconds(frame, "took_s")

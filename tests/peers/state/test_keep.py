@@ -29,7 +29,7 @@ from meshcee.events import Event
 from meshcee.plan import Plan
 from peers.member.service import Member
 from peers.owner.epoch import Report
-from peers.state.copying import Copying
+from peers.state.copying import ClashError, Copying
 from peers.state.fetch import Fetch, Reader
 from peers.state.keep import Keeper
 from peers.state.keeping import Supplies
@@ -43,7 +43,7 @@ from peers.wire.offer import Offer, Terms
 from peers.wire.weights import digest_of, digests_in, digests_of
 from tests.mutation import breaks, changed
 from tests.peers.member.test_training import make_job
-from tests.rig.mesh_fixture import even_plan, grouped, train
+from tests.rig.mesh_fixture import beside, even_plan, grouped, train
 from tests.rig.virtual_time import run
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
@@ -155,6 +155,41 @@ async def test_a_copy_counts_when_every_stage_has_one_and_while_one_holder_of_ea
     assert epoch.copies.newest(9) is found
     assert epoch.copies.newest(9, ["p1"]) is None
     assert epoch.copies.newest(9) is None  # who was gone has lost it
+
+
+@pytest.mark.parametrize(
+    ("order", "blamed", "of"),
+    [("lab", "p1", "p0"), ("alb", "p0", "p1"), ("abl", "p0", None)],
+    ids=["it is first", "it is second", "two say otherwise"],
+)
+async def test_of_two_pipelines_that_hold_other_states_either_may_be_wrong(
+    order: str, blamed: str, of: str | None
+) -> None:
+    """The first pipeline's state is wrong; which of the two that differ is so shows with a third one."""
+    job = make_job()
+    captured = capture(job)
+    plan = beside(
+        even_plan(captured.train.num_blocks, 1, 24, 6), *((n, [(captured.train.num_blocks, (6,))]) for n in (1, 1, 2))
+    )
+    terms = Terms.of(job, captured, 60.0)
+    made = [Offer(terms, plan, (1, 1), (1, "c"), p, captured.train, None, {}) for p in plan.peers]
+    links = [Link(offer, SimpleNamespace(peer_id=offer.peer_id)) for offer in made]  # type: ignore[arg-type]
+    copying = Copying(Manifest(), links, Keepers(), 0)
+    copying.begin(4)
+
+    def tell() -> None:
+        for index in map("lab".index, order):
+            frame = described(made[index], 4)
+            if index == 0:
+                weights, _ = made[0].layouts
+                frame = replace(frame, payloads=digests_of(dict.fromkeys(weights, "cd" * 32), {}))
+            told.append(made[index].peer_id)
+            copying.hear(links[index], frame)
+
+    told: list[str] = []
+    with pytest.raises(ClashError, match="another state than the other pipelines") as caught:
+        tell()
+    assert (told[-1], caught.value.of) == (blamed, of)
 
 
 async def test_of_two_copies_the_older_serves_until_steps_are_reported_or_it_is_forgotten() -> None:
