@@ -219,7 +219,7 @@ class FakeMesh:
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(work)
 
-    async def profiles(self) -> dict[str, BlockTimes]:
+    async def profiles(self, without: Collection[str]) -> dict[str, BlockTimes]:
         """Of those who `answer`: the others deliver here what they claim."""
         self._played.profiled += 1
         return profiles(dict.fromkeys(self.answer, 1.0))

@@ -241,14 +241,14 @@ class Directory:
         """Read peers, and with `everything` links, runs and the lists of who is revoked, and note what has changed.
 
         quick  as in `Store.get`
-        empty  of runs and lists also that of which none is known
+        empty  of runs also where none is known
         """
 
         async def read(kind: type[R], some: object = True) -> dict[str, R]:
             return await self.read(kind, quick=quick) if everything and (empty or some) else {}
 
         _, found, links, runs = await asyncio.gather(
-            self.read_revoked(quick=quick) if everything and (empty or self.members.lists) else asyncio.sleep(0),
+            self.read_revoked(quick=quick) if everything else asyncio.sleep(0),
             self.read(PeerRecord, quick=quick),
             read(LinkRecord),
             read(RunRecord, self.runs or self.over),

@@ -260,20 +260,20 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     """Export, cut and price the job's model. `evaluate` asks for the evaluation program too (default: if eval_data)."""
     if not isinstance(job, Job):
         raise UsageError(f"a run is told of by meshcee.Job(model=..., loss=..., data=...); got {type(job).__name__}")
+    refuse_settings(job.optimizer)
+    job.optimizer.build({})  # or torch refuses an option once all else is done
     try:
         return _capture(job, evaluate)
     except (CaptureError, UsageError) as error:
         from meshcee.sampling.odd import odd_one
 
         if odd := odd_one(job, _PROBED):  # which the example may be
-            raise type(error)(f"{odd}; with both, {error}") from error
+            error.args = (f"{error}; besides, {odd}", *error.args[1:])
         raise
 
 
 def _capture(job: Job, evaluate: bool | None) -> Capture:
     start_s = time.perf_counter()
-    refuse_settings(job.optimizer)
-    job.optimizer.build({})  # or torch refuses an option once all else is done
     teach_shapes()
     model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else _constructed(job)
     refuse_modules(model, job.loss)

@@ -91,6 +91,8 @@ def blame(
     said = f"{type(error).__name__}: {said[:MOST_SAID]}{'...' * (len(said) > MOST_SAID)}"
     if "modified by an inplace operation" in said:
         advice = "what this line needs for its gradient is changed in place later: write `h = h + 1` there instead of `h += 1`"
+    elif 1 < of == len(names):
+        advice = f"fewer samples do not fail: give another micro_batch_size, or mend {what}"
     else:
         advice = f"mend {samples}, or {what}"
     return UsageError(f"{what} fails{where}, on {samples}: {said}; {advice}")

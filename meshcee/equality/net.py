@@ -15,6 +15,8 @@ import contextlib
 import functools
 import itertools
 import math
+import re
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -114,12 +116,16 @@ def blamed(
 ) -> MeshceeError:
     """What a micro-batch has raised on a peer, with its samples: those of the step, or of an evaluation, from the first of `rows`.
 
-    UsageError where the user's own module fails on them here too: then no peer is at fault. `batch`: the samples, if they are here.
+    UsageError where the user's own module, which was looked at, fails alike on them here: then no peer is at fault. Any machine
+    may be out of memory: that is held against no user's code. `batch`: the samples, if they are here.
     """
     names = names_of(job, step, *rows, evaluate=evaluate)
     if isinstance(raised, NonFiniteLossError):
         return NonFiniteLossError(f"{raised}. {without_numbers(names, batch)}")
-    if batch is None or (error := _own_error(job, captured, batch, names, evaluate=evaluate)) is None:
+    if batch is None or not job.verify or (memory := re.compile("memory", re.IGNORECASE)).search(str(raised)):
+        return raised
+    error = _own_error(job, captured, batch, names, evaluate=evaluate)
+    if error is None or f"{type(error.__cause__).__name__}: " not in str(raised) or memory.search(str(error.__cause__)):
         return raised
     return UsageError(f"{'the evaluation after ' * evaluate}step {step + 1}: {error}")
 
@@ -453,9 +459,11 @@ class _Net:
 
     def _own_error(self, error: Exception, names: Sequence[str]) -> UsageError:
         """Of a pass that has just failed; each row of its batch has a name."""
-        where, batch, count = self.under_way, self.batch, len(names)
+        where, batch, count, until_s = self.under_way, self.batch, len(names), time.monotonic() + self.budget_s
 
         def fails(rows: Sequence[int]) -> bool:
+            if time.monotonic() > until_s:
+                return False
             self._put_back()
             twice = list(rows) * (1 + (len(rows) == 1))  # a batch norm refuses one sample, which is nobody's fault
             given = {name: tensor[twice] for name, tensor in inputs_of(batch).items()}
@@ -471,12 +479,17 @@ class _Net:
             self._put_back()
             place = forward_place(self._pass)
         odd = odd_ones(fails, range(count))
-        return blame(where, error, self.model, [names[row] for row in odd], count, place)
+        told = blame(where, error, self.model, [names[row] for row in odd], count, place)
+        told.__cause__ = error
+        return told
 
     def failing(self, batch: tuple[Any, Any], names: Sequence[str], *, evaluate: bool) -> UsageError | None:
         """What the module itself fails with on this batch, if it does; None also where that would take too long, or too much."""
         self.batch, self.backward, self.trains, size = batch, not evaluate, not evaluate, len(names)
-        if not self._fits(MEMORY_SHARE * limits.free_bytes()) or size * self._one_s() * (1 + BACKWARD) > self.budget_s:
+        free = MEMORY_SHARE * limits.free_bytes() - COPIES * size * sum(
+            cost.activation_bytes for cost in self.captured.costs
+        )
+        if not self._fits(free) or size * self._one_s() * (1 + BACKWARD) > self.budget_s:
             return None
         with self._at_work(whole=True):
             try:

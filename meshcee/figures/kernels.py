@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import combinations
 
 from meshcee.errors import PlanError
 from meshcee.figures.profile import DeviceProfile
@@ -114,15 +113,16 @@ def fitting(
 
 def check_alike(plan: Plan, devices: Mapping[str, DeviceProfile], names: Mapping[str, str]) -> None:
     """PlanError where pipelines have a block on devices of two classes: each applies the same gradients, and rounds by itself."""
-    held = [(p, stage, peer) for p in plan.pipelines for stage in p.stages for peer in stage.peers]
-    classes = {peer: class_of(devices[peer], plan.threads) for _, _, peer in held}
-    for (p, stage, peer), (q, other, twin) in combinations(held, 2):
-        first, end = max(stage.first, other.first), min(stage.end, other.end)
-        one, two = classes[peer], classes[twin]
-        if one != two and p is not q and first < end:
+    held: list[dict[KernelClass, str]] = [{} for _ in range(plan.num_blocks if len(plan.pipelines) > 1 else 0)]
+    for stage in (stage for pipeline in plan.pipelines for stage in pipeline.stages):
+        for classes in held[stage.first : stage.end]:
+            classes |= {class_of(devices[peer], plan.threads): peer for peer in stage.peers}
+    for block, classes in enumerate(held):
+        if len(classes) > 1:
+            (one, peer), (two, twin) = list(classes.items())[:2]
             unlike = " and ".join(f.name for f in fields(KernelClass) if getattr(one, f.name) != getattr(two, f.name))
             raise PlanError(
-                f"the plan has blocks {first}..{end - 1} on {names.get(peer, peer)} ({one}) and {names.get(twin, twin)} ({two}), "
+                f"the plan has block {block} on {names.get(peer, peer)} ({one}) and {names.get(twin, twin)} ({two}), "
                 f"unlike in {unlike}, whose copies of the weights would drift apart; give what pipelines share to devices of "
                 "one kernel class, or put all devices in one pipeline"
             )

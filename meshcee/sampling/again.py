@@ -103,7 +103,7 @@ def check_samples(own: Mapping[str, str], run: Mapping[str, str]) -> None:
     if other := next((i for i, digest in own.items() if run.get(i, digest) != digest), None):
         raise UsageError(
             f"the run was made with other samples: data[{other}] is another one here; give the same data, seeded if it is "
-            "drawn, or start a new run"
+            "drawn, and computed by the same kind of processor and number of threads, or start a new run"
         )
 
 

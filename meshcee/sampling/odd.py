@@ -22,12 +22,14 @@ def names_of_probes(job: Job, count: int) -> list[str]:
 
 
 def odd_one(job: Job, count: int) -> str:
-    """The sample that has another type or shape than all others have, in words; "" where there is none."""
+    """The sample that has another type or shape than all others have, in words; "" where there is none. With a `collate` shapes may
+    differ."""
     forms: dict[str, frozenset[str]] = {}
     with contextlib.suppress(MeshceeError):
         for name, (sample, _) in zip(names_of_probes(job, count), probes(job, count)):
             inputs = inputs_of_one(job, sample)
-            forms[name] = frozenset(f"{n} {str(t.dtype)[6:]} {list(t.shape[1:])}" for n, t in inputs.items())
+            shapes = {n: "" if job.collate else f" {list(t.shape[1:])}" for n, t in inputs.items()}
+            forms[name] = frozenset(f"{n} {str(t.dtype)[6:]}{shapes[n]}" for n, t in inputs.items())
     if len(forms) < LEAST or len(counted := Counter(forms.values()).most_common()) != 2 or counted[1][1] > 1:
         return ""
     (usual, _), (odd, _) = counted

@@ -56,11 +56,11 @@ log = structlog.get_logger()
 SELDOM_S = 3600.0  # between two profiles of idle devices that stay as they are; FRESH_S at first
 LINKS_S = 20.0  # that a device may take to measure its links to the members; then it is planned with what there is
 
-Ask = Callable[[], Awaitable[Mapping[str, BlockTimes]]]
+Ask = Callable[[Collection[str]], Awaitable[Mapping[str, BlockTimes]]]
 
 
 class Newcomers:
-    """One job's. `times` are all profiles so far, by peer; `ask` gets those of the devices that are idle now."""
+    """One job's. `times` are all profiles so far, by peer; `ask` gets those of the devices that are idle now, but for some."""
 
     def __init__(self, agent: MeshView, ask: Ask, times: Mapping[str, BlockTimes]) -> None:
         self.times = dict(times)
@@ -80,17 +80,21 @@ class Newcomers:
 
         slow  peer -> how many times its profiled seconds it has been seen to compute
         """
-        present, here = self._agent.devices(members).keys(), self._instances()
+        devices, here = self._agent.devices(members), self._instances()
+        present = devices.keys()
         self._known = {p: known for p, known in self._known.items() if p in members or here.get(p) == known}
         self._know(set(members) - self._known.keys())
         now_s = self._agent.monotonic()
         self._seen_s = {p: self._seen_s.get(p, now_s) for p in present - self._known.keys()}
-        idle = present - {*members}
+        hosts = {device.host for peer, device in devices.items() if peer in members and device.kind == "cpu"} - {""}
+        # Beside a member on the same processor, a profile would disturb that member, and show a busy machine.
+        beside = {p for p in self._known if p in devices and devices[p].kind == "cpu" and devices[p].host in hosts}
+        idle = present - {*members} - beside
         if self._asking is None:
             found = self._due(members) if self._seen_s else set()
             if found or (idle and now_s >= self._again_at_s):
                 self._asked, self._before = {peer: here[peer] for peer in found}, dict(self.times)
-                self._asking = self._agent.spawn(self._profile())
+                self._asking = self._agent.spawn(self._profile(beside))
             return []
         if not self._asking.done():
             return []
@@ -131,9 +135,9 @@ class Newcomers:
             if now_s - since_s >= LINKS_S or all({(peer, m), (m, peer)} <= links.keys() for m in members)
         }
 
-    async def _profile(self) -> None:
+    async def _profile(self, without: Collection[str]) -> None:
         with contextlib.suppress(MeshceeError):  # its claimed speed stands in
-            self.times |= await self._ask()
+            self.times |= await self._ask(without)
         if self._asked:
             log.info("devices have come while the job runs", peers=sorted(self._asked))
 

@@ -524,10 +524,10 @@ class Training:
         await asyncio.to_thread(examine, self._job, captured, sizes_of(plan), cuts_of(plan), say=notes.append)
         self.result.notes = tuple(notes)
 
-    async def _profile(self) -> Mapping[str, BlockTimes]:
-        """Of the job's blocks on the devices that are idle now; whoever was asked before remembers."""
+    async def _profile(self, without: Collection[str]) -> Mapping[str, BlockTimes]:
+        """Of the job's blocks on the devices that are idle now, but for these; whoever was asked before remembers."""
         assert self._captured is not None
-        found = await profile(self._agent, self._job, self._captured, self._request.job)
+        found = await profile(self._agent, self._job, self._captured, self._request.job, without=without)
         self._request = replace(self._request, times={**self._request.times, **found})
         return found
 

@@ -11,7 +11,7 @@ import hashlib
 import math
 import statistics
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
@@ -132,11 +132,19 @@ def _feeds(captured: Capture) -> tuple[tuple[int, tuple[int, ...]], ...]:
 
 
 async def profile(
-    agent: MeshView, job: Job, captured: Capture, costs: JobCosts, most: Mapping[str, int] | None = None
+    agent: MeshView,
+    job: Job,
+    captured: Capture,
+    costs: JobCosts,
+    most: Mapping[str, int] | None = None,
+    without: Collection[str] = (),
 ) -> dict[str, BlockTimes]:
-    """Times of the job's blocks on the idle devices that answered; warns of those that did not. `most`: as `look` found it."""
+    """Times of the job's blocks on the idle devices that answered, of all but these; warns of those that did not.
+
+    most  as `look` found it, before the first step; else samples are looked at again
+    """
     devices, _ = costs.fitting(as_run(agent.devices(), costs.threads))
-    asked = whom_to_ask(devices)
+    asked = whom_to_ask({peer: device for peer, device in devices.items() if peer not in without})
     data = await asyncio.to_thread(encode_program, captured.train)
     largest = (await asyncio.to_thread(look, job, captured))[0] if most is None else most
     questions = {peer: _request(job, captured, costs, devices[peer].memory_bytes, largest) for peer in asked}
@@ -157,7 +165,8 @@ async def profile(
     async with asyncio.TaskGroup() as group:
         for peer in asked:
             group.create_task(one(peer))
-    if not found and any(isinstance(error, PlanError) for error in refused.values()):
+    first = most is not None  # nothing is trained yet
+    if first and not found and any(isinstance(error, PlanError) for error in refused.values()):
         await asyncio.to_thread(_refuse_failing, job, captured)
     for peer, error in refused.items():
         name, why = agent.names().get(peer, peer), str(error) or type(error).__name__

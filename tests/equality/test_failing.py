@@ -18,8 +18,9 @@ import torch
 from torch import nn
 
 import meshcee
-from meshcee.equality.failing import odd_ones
-from meshcee.errors import CaptureError, NonFiniteLossError, UsageError
+from meshcee.equality import blamed
+from meshcee.equality.failing import blame, odd_ones
+from meshcee.errors import CaptureError, MeshceeError, NonFiniteLossError, UsageError
 from meshcee.events import Event
 from meshcee.job import Job
 
@@ -219,3 +220,42 @@ def test_the_samples_that_fail_by_themselves_are_found(
     fails: Callable[[Sequence[int]], bool], found: list[int]
 ) -> None:
     assert odd_ones(fails, range(8)) == found
+
+
+@pytest.mark.parametrize(
+    ("raised", "verify", "blames"),
+    [
+        ("IndexError: index out of range in self", True, True),
+        ("IndexError: index out of range in self", False, False),
+        ("RuntimeError: CUDA error: unspecified launch failure", True, False),
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", True, False),
+    ],
+)
+def test_only_an_error_that_the_looked_at_module_has_too_is_held_against_it(
+    raised: str, verify: bool, blames: bool
+) -> None:
+    """A peer's own failure is its own, though the samples are wrong as well."""
+    job = tokens(x=(1, 2, 3, 10), verify=verify)
+    peers = MeshceeError(f"peer ann (stage 0) failed in step 8: {raised}")
+    x, y = zip(*(job.data[i] for i in range(32, 40)))
+    found = blamed(job, meshcee.capture(job), peers, (torch.stack(x), torch.stack(y)), STEP, (0, 8), evaluate=False)
+    assert isinstance(found, UsageError) is blames
+    assert blames or found is peers
+
+
+class Few(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_what_no_sample_fails_with_alone_is_told_with_the_size_that_may_be_to_blame() -> None:
+    error = blame("the loss", RuntimeError("too many"), Few(), ["data[1]", "data[2]"], 2, None)
+    assert (
+        "on data[1] and data[2]: RuntimeError: too many; fewer samples do not fail: give another micro_batch_size"
+        in str(error)
+    )
+    assert "mend data[1], or the loss" in str(blame("the loss", RuntimeError("no"), Few(), ["data[1]"], 2, None))

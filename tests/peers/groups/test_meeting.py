@@ -108,9 +108,9 @@ async def test_a_group_that_hangs_is_aborted_in_a_thread_before_the_owner_hears(
             happened.append("abort")
         return abort(self)
 
-    async def reported(self: Member, stream: Any, error: BaseException) -> None:
+    async def reported(self: Member, stream: Any, error: BaseException, at: Any) -> None:
         happened.append(f"report {self.peer_id}")
-        await report(self, stream, error)
+        await report(self, stream, error, at)
         heard.set()
 
     monkeypatch.setattr(DirectSum, "reduce", fails)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any, cast
 
 import pytest
@@ -77,7 +78,7 @@ async def test_idle_devices_are_profiled_again_now_and_then_and_only_what_has_sh
     played = Played([1.0])
     here, factor = FakeMesh(played, True, 1.0), 2.0
 
-    async def ask() -> dict[str, Any]:
+    async def ask(without: Collection[str]) -> dict[str, Any]:
         played.profiled += 1
         return profiles({"far": factor})
 
