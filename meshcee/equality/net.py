@@ -48,16 +48,7 @@ from meshcee.errors import MeshceeError, NonFiniteLossError, UnequalError, Usage
 from meshcee.files import large_apart, limits
 from meshcee.job import Job, seed_of
 from meshcee.optim import Optimizer
-from meshcee.sampling import (
-    GENERATORS,
-    Source,
-    batched,
-    call_model,
-    inputs_of,
-    probes,
-    rebuild,
-    source_of,
-)
+from meshcee.sampling import GENERATORS, Source, batched, call_model, inputs_of, probes, rebuild, source_of
 from meshcee.sampling.odd import names_of_probes
 from meshcee.stage import Chain
 
