@@ -210,6 +210,7 @@ def test_other_buffers_that_a_model_writes_keep_to_one_pipeline(model: Callable[
     assert "its buffer 'seen" in why_one_pipeline(capture(job).train)
 
 
+@pytest.mark.slow
 async def test_more_statistics_than_a_frame_has_payloads() -> None:
     torch.manual_seed(0)
     many = Limits().payloads // 3 + 1
