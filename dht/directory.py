@@ -230,10 +230,8 @@ class Directory:
         await self.refresh()
         for turn in itertools.count(1):
             await asyncio.sleep(self._timeouts.directory_poll_s * self._crowd())
-            thorough, is_told = (
-                turn % REST_EVERY == 0,
-                PeerRecord in self._own,
-            )  # whom others know they tell what is news
+            thorough = turn % REST_EVERY == 0
+            is_told = PeerRecord in self._own  # others pass news on to whom they know
             empty = not is_told or turn % EMPTY_EVERY == REST_EVERY // 2
             await self.refresh(everything=turn % REST_EVERY == REST_EVERY // 2, quick=not thorough, empty=empty)
 

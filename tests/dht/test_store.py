@@ -517,10 +517,8 @@ async def test_a_mesh_that_fell_apart_is_put_together_by_its_directories(tmp_pat
             tasks += [group.create_task(d.poll_forever()) for d in (ours, theirs)]
             for directory in (ours, theirs):
                 await directory.wait_for(lambda d=directory: len(d.peers) == 2)  # type: ignore[misc]
-            for kademlia, peer in (
-                (store, b),
-                (other, a),
-            ):  # each forgets the other, as one that did not answer, records and all
+            # Each forgets the other, as one that did not answer, records and all.
+            for kademlia, peer in ((store, b), (other, a)):
                 peer_id = PeerID.from_base58(peer.identity.peer_id)
                 await kademlia.node.protocol.update_routing_table(node_id_of(peer_id), peer_id, responded=False)
                 kademlia.node.protocol.storage.clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -45,34 +47,35 @@ class World:
         view.addresses_of = lambda peers: dict.fromkeys(peers, ())
         return cast(MeshView, view)
 
-    def measuring(self, transport: Transport) -> Measuring:
-        return Measuring(self.view(transport))
+    @contextlib.asynccontextmanager
+    async def measured(self, *, busy: bool) -> AsyncIterator[tuple[MemoryNetwork, MeshView]]:
+        """The near peer measures its link to the far one, which answers; the view of the far one."""
+        network = MemoryNetwork(impairment=Impairment(latency_s=0.01, bandwidth_bytes_per_s=1e6))
+        async with network.transport("near") as near, network.transport("far") as far, asyncio.TaskGroup() as group:
+            there, own = self.view(far), cast(Any, SimpleNamespace(is_busy=busy))
+            Measuring(there)
+            tasks = [group.create_task(work) for work in Measuring(self.view(near)).measure_links(own)]
+            yield network, there
+            for task in tasks:
+                task.cancel()
 
 
 @virtual_time
 async def test_a_peer_that_trains_for_hours_has_no_link_of_which_nobody_believes_the_figure() -> None:
     """What no step crosses vanished after half an hour, and the other direction stood in."""
-    here, trains = World(), cast(Any, SimpleNamespace(is_busy=True))
-    network = MemoryNetwork(impairment=Impairment(latency_s=0.01, bandwidth_bytes_per_s=1e6))
-    async with network.transport("near") as near, network.transport("far") as far, asyncio.TaskGroup() as group:
-        here.measuring(far)  # answers
-        tasks = [group.create_task(work) for work in here.measuring(near).measure_links(trains)]
+    here = World()
+    async with here.measured(busy=True):
         for _ in range(120):
             await asyncio.sleep(MINUTE_S)
             assert now() - here.told[-1]["far"].measured_at < LINK_TTL_S
         assert len(here.told) <= 2 * 7200 / LINK_TTL_S + 1, "it takes the link for little"
-        for task in tasks:
-            task.cancel()
 
 
 @virtual_time
 async def test_a_link_that_is_as_it_was_is_no_news() -> None:
     """The next announcement carries its figure. Another figure is news, and so is any after a try that failed."""
-    here, idle = World(), cast(Any, SimpleNamespace(is_busy=False))
-    network = MemoryNetwork(impairment=Impairment(latency_s=0.01, bandwidth_bytes_per_s=1e6))
-    async with network.transport("near") as near, network.transport("far") as far, asyncio.TaskGroup() as group:
-        here.measuring(far)  # answers
-        tasks = [group.create_task(work) for work in here.measuring(near).measure_links(idle)]
+    here = World()
+    async with here.measured(busy=False) as (network, _):
         await asyncio.sleep(60 * MINUTE_S)
         assert here.passed_on == 1 < len(here.told), "measured again, and found alike"
         assert now() - here.told[-1]["far"].measured_at < MOST_EVERY_S + MINUTE_S
@@ -91,22 +94,14 @@ async def test_a_link_that_is_as_it_was_is_no_news() -> None:
         network.heal()
         await asyncio.sleep(MOST_EVERY_S + MINUTE_S)
         assert here.passed_on == before + 1, "others may believe that it is cut off"
-        for task in tasks:
-            task.cancel()
 
 
 @virtual_time
 async def test_a_figure_that_an_owner_waits_for_is_news_though_it_is_as_it_was() -> None:
-    here, trains = World(), cast(Any, SimpleNamespace(is_busy=True))
-    network = MemoryNetwork(impairment=Impairment(latency_s=0.01, bandwidth_bytes_per_s=1e6))
-    async with network.transport("near") as near, network.transport("far") as far, asyncio.TaskGroup() as group:
-        there = here.view(far)
-        Measuring(there)
-        tasks = [group.create_task(work) for work in here.measuring(near).measure_links(trains)]
+    here = World()
+    async with here.measured(busy=True) as (_, there):
         await asyncio.sleep(MINUTE_S)
         before = here.passed_on
         await sound(there, [("near", "far")])
         await asyncio.sleep(MINUTE_S)
         assert here.passed_on == before + 1
-        for task in tasks:
-            task.cancel()

@@ -51,21 +51,14 @@ async def test_a_member_that_was_lost_joins_again_as_the_same_process() -> None:
     assert newcomers.look(members, {}) == []
 
 
-async def test_a_device_that_was_slow_counts_for_what_it_is_when_it_has_come_back() -> None:
-    slow = ("far", range(15, 60))
-    played = await rehearse([1.0] * 120, off=dict.fromkeys(SPEEDS, 1.0), slow=slow)
-    assert "far" not in played.plans[slow[1].stop].peers, "it holds the others up"
-    assert "far" in played.plans[-1].peers
-    assert within(played.plans, 1.0) >= 0.95
-
-
-async def test_a_device_that_was_slow_and_stayed_is_profiled_again_and_taken_back(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("stays", [False, True], ids=["as another process", "profiled again"])
+async def test_a_device_that_was_slow_counts_for_what_it_is_when_it_is_well_again(
+    stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other work ran on it for a while: nobody starts it anew."""
+    """Other work ran on it for a while: somebody starts it anew, or nobody does."""
     monkeypatch.setattr(adaptation, "FRESH_S", 20.0)
     slow = ("far", range(15, 60))
-    played = await rehearse([1.0] * 120, off=dict.fromkeys(SPEEDS, 1.0), slow=slow, stays=True)
+    played = await rehearse([1.0] * 120, off=dict.fromkeys(SPEEDS, 1.0), slow=slow, stays=stays)
     assert "far" not in played.plans[slow[1].stop].peers, "it holds the others up"
     assert "far" in played.plans[-1].peers
     assert within(played.plans, 1.0) >= 0.95

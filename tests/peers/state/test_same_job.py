@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import subprocess
 import sys
@@ -21,9 +20,9 @@ from meshcee.files.home import Home
 from meshcee.job import At, Job
 from meshcee.optim import Optimizer, Schedule
 from meshcee.sampling.again import check_samples, sample_digests
-from peers.node.assemble import JoinOptions, join
 from peers.state import check_same
 from peers.state.checkpoint import description
+from tests.peers.state import test_first_weights
 
 ROOT = Path(__file__).resolve().parents[3]
 ROWS = [(row, row.sum(0, keepdim=True)) for row in torch.randn(32, 8, generator=torch.Generator().manual_seed(0))]
@@ -215,12 +214,7 @@ def test_few_rows_and_what_collate_makes_of_them_are_compared() -> None:
 async def trained(home: Home, data: Any, until: int | None = None, resume: str | None = None) -> list[float]:
     job = job_of(data=data, steps=4, schedule=None, adapt=False, verify=False, checkpoint_every=1)
     try:
-        async with join(JoinOptions(local=1), home) as mesh:
-            async with contextlib.aclosing(mesh.train(job, resume=resume)) as training:
-                async for report in training:
-                    if report.step == until:
-                        break
-            return list(mesh.result.losses)
+        return await test_first_weights.trained(job, home, until=until, resume=resume)
     except BaseExceptionGroup as group:
         raise unwrap(group) from group
 
