@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,15 @@ import typer
 
 import meshcee
 from meshcee import config, errors, hf, sampling
+from peers.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAD = "<!-- Written by scripts/reference.py from the code; `make reference` renews it. -->\n"
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Every command as a user types it, with its click object. pyproject.toml says where the app is."""
-    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["meshcee"]
-    pending = [("meshcee", typer.main.get_command(importlib.import_module(script.split(":")[0]).app))]
+    """Every command as a user types it, with its click object."""
+    pending = [("meshcee", typer.main.get_command(app))]
     while pending:
         name, command = pending.pop(0)
         if getattr(command, "invoke_without_command", False):  # a group that is a command as well

@@ -129,3 +129,20 @@ def test_the_command_line_is_there_before_torch() -> None:
     """OpenMP reads its settings when torch is loaded, and the command sets them first."""
     code = "import sys, peers.cli.main; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_ctrl_c_while_the_command_is_loaded_ends_it_without_a_traceback() -> None:
+    code = """
+import importlib.abc, sys
+
+class CtrlC(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+from meshcee.__main__ import main
+main()
+"""
+    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (outcome.returncode, outcome.stderr) == (130, "")

@@ -1,26 +1,39 @@
-"""Standard output and standard error that no disk and no letter can stop.
+"""Standard output and standard error that no disk, no letter and no reader can stop.
 
 The idea: what a full disk refuses of a log must end nothing, least of all the run that warns of that disk. So it is dropped, line
 by line, and once there is room again a line in its place says how many are missing. It is done below Python's own buffer, which
 would keep a part of what was refused, and raise again for it when the process ends. A letter that cannot be encoded is spelled out.
+
+A pipe that nobody reads, or a terminal after Ctrl-S, takes nothing and refuses nothing: a write waits. While an event loop runs, a
+thread waits in its place, and lines wait in memory. What is too much for that is refused, so it is counted as on a full disk.
 """
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from meshcee.files.strict_json import dumps
 
-__all__ = ["Steady", "steady_output"]
+__all__ = ["MOST_WAITING", "Steady", "steady_output", "written_apart"]
+
+MOST_WAITING = (
+    1 << 20
+)  # bytes of a stream, some 10,000 steps: a reader that comes back after an hour has missed nothing
+ENDS_WITHIN_S = 2.0  # of a command that is interrupted while nobody reads
 
 
 class Steady(io.RawIOBase):
     """Takes whatever `raw`, the file below a stream, refuses. A pipe whose reader has gone is no disk: BrokenPipeError, as ever."""
 
-    def __init__(self, raw: io.RawIOBase, stream: TextIO) -> None:
-        self._raw, self._stream = raw, stream  # kept, since it would close the file as it goes
+    def __init__(self, raw: io.RawIOBase, stream: TextIO | None = None) -> None:
+        self.raw, self._stream = raw, stream  # kept, since it would close the file as it goes
         self._missing, self._why = 0, ""
         self._skips = self._is_torn = False  # the rest of a line that was refused; half a line stands last
 
@@ -28,10 +41,10 @@ class Steady(io.RawIOBase):
         return True
 
     def fileno(self) -> int:
-        return self._raw.fileno()
+        return self.raw.fileno()
 
     def isatty(self) -> bool:
-        return self._raw.isatty()
+        return self.raw.isatty()
 
     def write(self, data: Any) -> int:
         left = bytes(data)
@@ -57,7 +70,7 @@ class Steady(io.RawIOBase):
     def _put(self, data: bytes) -> bytes:
         """What was not taken of it."""
         try:
-            while data and (count := self._raw.write(data)):
+            while data and (count := self.raw.write(data)):
                 self._is_torn = data[count - 1 : count] != b"\n"
                 data = data[count:]
         except BrokenPipeError:
@@ -78,3 +91,84 @@ def steady_output() -> None:
             as_before = {key: getattr(stream, key) for key in ("encoding", "line_buffering", "write_through")}
             errors = "backslashreplace" if stream.errors in ("strict", "surrogateescape") else stream.errors
             setattr(sys, name, io.TextIOWrapper(Steady(raw, stream), errors=errors, **as_before))
+
+
+class _Apart(io.RawIOBase):
+    """A thread writes to `raw`. A write here takes all of its bytes at once, or is refused."""
+
+    def __init__(self, raw: io.RawIOBase) -> None:
+        self.raw = raw
+        self._below = Steady(raw)
+        self._lines: deque[bytes] = deque()
+        self._waiting, self._is_over = 0, False
+        self._gone: BrokenPipeError | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._write, name="output", daemon=True)
+        self._thread.start()
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.raw.fileno()
+
+    def isatty(self) -> bool:
+        return self.raw.isatty()
+
+    def write(self, data: Any) -> int:
+        with self._changed:
+            if self._gone is not None:
+                raise self._gone
+            if self._waiting + len(data) > MOST_WAITING:
+                raise OSError(errno.ENOBUFS, "nobody read what was written before")
+            self._waiting += len(data)
+            self._lines.append(bytes(data))
+            self._changed.notify()
+        return len(data)
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines or self._is_over)
+                if not self._lines:
+                    return
+                line = self._lines.popleft()
+            try:
+                self._below.write(line)
+            except BrokenPipeError as error:
+                self._gone = error
+                return
+            with self._changed:
+                self._waiting -= len(line)
+
+    def end(self, within_s: float | None) -> bool:
+        """Whether all is written. BrokenPipeError when the reader has gone before the last line."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
+        self._thread.join(within_s)
+        if self._gone is not None:
+            raise self._gone
+        return not self._thread.is_alive()
+
+
+@contextmanager
+def written_apart() -> Iterator[None]:
+    """For as long as an event loop runs: threads write what goes to the two streams, where they are steady.
+
+    At the end they write what is left, for as long as that takes, as any command does; two seconds when the user wants the end.
+    """
+    steady = [raw for stream in (sys.stdout, sys.stderr) if isinstance(raw := getattr(stream, "buffer", None), Steady)]
+    apart = [(below, _Apart(below.raw)) for below in steady]
+    for below, thread in apart:
+        below.raw = thread
+    within_s: float | None = None
+    try:
+        yield
+    except BaseException as error:
+        within_s = None if isinstance(error, Exception) else ENDS_WITHIN_S
+        raise
+    finally:
+        for below, thread in apart:
+            if thread.end(within_s):
+                below.raw = thread.raw

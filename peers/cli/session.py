@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Coroutine, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from meshcee.errors import MeshceeError, UsageError, unwrap
+from meshcee.files.steady import written_apart
 from meshcee.user_code import import_job_file, under_way
 
 if TYPE_CHECKING:
@@ -47,6 +49,7 @@ __all__ = [
 T = TypeVar("T")
 
 ENDS_WITHIN_S = 15.0  # of the moment when everything was asked to end; what is bounded takes a few seconds
+WRITTEN_WITHIN_S = 0.2  # a last line, by the thread that writes
 
 
 class Interrupted(BaseException):
@@ -151,6 +154,7 @@ def end_anyway() -> None:
     def end() -> None:
         if what := under_way():
             print(f"ended without waiting for {what}, which has not returned", file=sys.stderr, flush=True)
+            time.sleep(WRITTEN_WITHIN_S)
             os._exit(130)
 
     timer = threading.Timer(ENDS_WITHIN_S, end)
@@ -186,7 +190,7 @@ def run_async(main: Coroutine[Any, Any, T], polite: Callable[[], bool] | None = 
             raise
 
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with written_apart(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(supervised())
     except Interrupted:
         sys.exit(130)

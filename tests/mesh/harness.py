@@ -6,9 +6,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -126,13 +124,8 @@ def peers(home: Path, count: int, *flags: str) -> Iterator[Peers]:
 
 
 @contextmanager
-def training(
-    mesh: Peers, job: Path, *flags: str, cwd: Path | None = None, drains: bool = False
-) -> Iterator[subprocess.Popen[str]]:
-    """`meshcee train JOB` on the mesh, once its first step is reported; killed if the block leaves it running.
-
-    Where it `drains`, what the command prints after that is lost. Else it stands still once the pipe is full, after some 80 steps.
-    """
+def training(mesh: Peers, job: Path, *flags: str, cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    """`meshcee train JOB` on the mesh, once its first step is reported; killed if the block leaves it running."""
     pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = ["train", str(job), "--join", mesh.token, "--json", *flags]
     process = started(command, env=environment(mesh.home), cwd=cwd, **pipes)
@@ -140,14 +133,6 @@ def training(
         assert process.stdout is not None
         if not any('"report"' in line for line in process.stdout):
             raise AssertionError(f"it trained no step: {process.communicate()[1]}")
-        if drains:
-            printed, process.stdout = process.stdout, None
-
-            def drain() -> None:
-                with printed:
-                    deque(printed, maxlen=0)
-
-            threading.Thread(target=drain, daemon=True).start()
         yield process
     finally:
         process.kill()

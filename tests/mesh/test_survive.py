@@ -40,9 +40,7 @@ def test_a_killed_peer_costs_no_step(tmp_path: Path) -> None:
     job_file.write_text(JOB)
     with (
         peers(home.folder, 3) as mesh,
-        training(
-            mesh, job_file, "--stages", "3", "--out", str(tmp_path / "out.safetensors"), cwd=ROOT, drains=True
-        ) as owner,
+        training(mesh, job_file, "--stages", "3", "--out", str(tmp_path / "out.safetensors"), cwd=ROOT) as owner,
     ):
         run = home.run("last")
         goes_on(run)
@@ -62,9 +60,7 @@ def test_peers_are_killed_stopped_and_replaced_and_no_step_is_lost(tmp_path: Pat
     job_file, home = tmp_path / "job.py", Home(tmp_path / "home")
     job_file.write_text(JOB)
     with peers(home.folder, 3) as mesh:
-        with training(
-            mesh, job_file, "--stages", "3", "--out", str(tmp_path / "out.safetensors"), cwd=ROOT, drains=True
-        ) as owner:
+        with training(mesh, job_file, "--stages", "3", "--out", str(tmp_path / "out.safetensors"), cwd=ROOT) as owner:
             run = home.run("last")
 
             goes_on(run)
