@@ -212,7 +212,9 @@ def test_few_rows_and_what_collate_makes_of_them_are_compared() -> None:
 
 
 async def trained(home: Home, data: Any, until: int | None = None, resume: str | None = None) -> list[float]:
-    job = job_of(data=data, steps=4, schedule=None, adapt=False, verify=False, checkpoint_every=1)
+    """Masks depend on how a batch is divided, so the division is given."""
+    options: dict[str, Any] = {"steps": 4, "micro_batch_size": 4, "checkpoint_every": 1}
+    job = job_of(data=data, schedule=None, adapt=False, verify=False, **options)
     try:
         return await test_first_weights.trained(job, home, until=until, resume=resume)
     except BaseExceptionGroup as group:
