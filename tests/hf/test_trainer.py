@@ -303,7 +303,7 @@ def token_classifier() -> Any:
     return transformers.BertForTokenClassification(transformers.BertConfig(vocab_size=WORDS, num_labels=WORDS, **sizes))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("filters", [True, False])
 @pytest.mark.parametrize("make", [llama, token_classifier])
 def test_a_micro_batch_without_labels_counts_in_an_evaluation_as_in_the_library(

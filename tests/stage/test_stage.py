@@ -73,7 +73,7 @@ def assert_equal(chain: Chain, losses: list[list[torch.Tensor]], want: Reference
         assert torch.equal(state[name], tensor), f"{name} differs by {(state[name] - tensor).abs().max()}"
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow), 3, 5])
 @pytest.mark.parametrize("model", zoo.PHASE_ONE)
 def test_a_chain_of_stages_is_the_eager_loop(model: str, stages: int) -> None:
@@ -99,7 +99,7 @@ def test_every_way_to_run_a_stage_has_the_same_bits(model: str, options: dict[st
 KINDS = [m if m in zoo.PHASE_ONE else pytest.param(m, marks=pytest.mark.slow) for m in zoo.ALL]
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(("order", "split"), [("fused", False), ("fused", True), ("late", True)])
 @pytest.mark.parametrize("model", KINDS)
 def test_every_place_where_a_model_can_be_cut(model: str, order: str, split: bool) -> None:
@@ -177,7 +177,7 @@ def test_flipping_one_bit_of_one_gradient_shows(model: str) -> None:
         assert_equal(chain, losses, expected(model, "adamw"))
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("order", ["fused", "split", "late"])
 @pytest.mark.parametrize("model", ["char_gpt", "cnn", "shared_layer"])
 def test_bf16_keeps_full_precision_masters(model: str, order: str) -> None:
@@ -239,7 +239,7 @@ def test_what_a_job_keeps_in_full_beside_bf16(model: str, kept: tuple[str, ...])
     assert not all(torch.equal(tensor, rounded.state[name]) for name, tensor in want.state.items())
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("ema", [None, 0.9])
 @pytest.mark.parametrize("kept", [(), ("blocks.*.mlp.?",), ("*",)])
 def test_a_plan_counts_what_weights_gradients_masters_and_moments_take(

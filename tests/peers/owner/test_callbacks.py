@@ -561,7 +561,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("what", CHANGED)
 def test_what_the_graph_would_not_follow_ends_the_run(what: str) -> None:
     """KL annealing by a list, a temperature, thawed layers: a plain loop goes on with it, and the mesh trained on in silence."""
