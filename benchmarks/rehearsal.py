@@ -171,6 +171,8 @@ def hindsight_s(factors: Sequence[float], plans: Collection[Plan]) -> float:
 class FakeMesh:
     """What `Adaptation` asks of an agent."""
 
+    host = ""
+
     def __init__(self, played: Played, gossips: bool, once: float) -> None:
         self.now_s = 0.0
         self.factor = 1.0

@@ -26,6 +26,7 @@ __all__ = [
     "Pair",
     "Profiled",
     "Reads",
+    "Searched",
     "Senses",
     "Shift",
     "as_shown",
@@ -105,7 +106,15 @@ class Profiled:
         return f"{names.get(self.peer, self.peer)} computes otherwise than when it was profiled before"
 
 
-Shift = Computes | Carries | Feeds | Reads | Joined | Profiled
+@dataclass(frozen=True)
+class Searched:
+    """Nothing has changed: a longer search than the first one has come to its end."""
+
+    def text(self, names: Mapping[str, str]) -> str:
+        return "a longer search has found other plans"
+
+
+Shift = Computes | Carries | Feeds | Reads | Joined | Profiled | Searched
 
 
 class Senses:

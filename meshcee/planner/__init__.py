@@ -6,6 +6,7 @@ proposed, trust what figures count for, regions what is near. Effort is counted,
 
 from meshcee.planner.compare import COMPARED, Comparison, Found, Row, comparison
 from meshcee.planner.live import (
+    EFFORT,
     HURRIED,
     choose,
     has_room_for_copies,
@@ -21,6 +22,7 @@ from meshcee.planner.search import Effort, Question, plans
 
 __all__ = [
     "COMPARED",
+    "EFFORT",
     "HURRIED",
     "NEAR_LATENCY_S",
     "Comparison",

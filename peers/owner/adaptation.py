@@ -6,7 +6,8 @@ are put beside it. Plans are searched and priced under that, by the same code as
 (meshcee/adapt/rule.py) says when to go over.
 
 Devices that come while the job runs are profiled beside the training before they are put beside it (`Newcomers`). So are idle
-ones, now and then: they may have been busy with other work when they were profiled first.
+ones, now and then: they may have been busy with other work when they were profiled first. While nothing changes, a longer search
+(peers/planning/longer.py) looks for plans that the first one has missed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from meshcee.adapt import (
     Paces,
     Pair,
     Profiled,
+    Searched,
     Senses,
     Shift,
     as_shown,
@@ -48,6 +50,7 @@ from peers.measure import FRESH_S, sound
 from peers.mesh_view import MeshView
 from peers.owner.answers import Report
 from peers.planning import PlanRequest
+from peers.planning.longer import Longer
 
 __all__ = ["Adaptation", "Change", "Newcomers"]
 
@@ -62,8 +65,10 @@ Ask = Callable[[Collection[str]], Awaitable[Mapping[str, BlockTimes]]]
 class Newcomers:
     """One job's. `times` are all profiles so far, by peer; `ask` gets those of the devices that are idle now, but for some."""
 
-    def __init__(self, agent: MeshView, ask: Ask, times: Mapping[str, BlockTimes]) -> None:
+    def __init__(self, agent: MeshView, ask: Ask, times: Mapping[str, BlockTimes], *, is_given: bool = False) -> None:
+        """A plan that `is_given` by the user is left only where something has changed."""
         self.times = dict(times)
+        self.longer = Longer(agent, is_wanted=not is_given)
         self._before: Mapping[str, BlockTimes] = {}  # these were asked for again
         self._agent = agent
         self._ask = ask
@@ -142,6 +147,7 @@ class Newcomers:
             log.info("devices have come while the job runs", peers=sorted(self._asked))
 
     def close(self) -> None:
+        self.longer.close()
         if self._asking is not None:
             self._asking.cancel()
 
@@ -177,6 +183,7 @@ class _Known:
 
     calm      the mesh before anything shifted under this plan, the job's costs, and seconds of a step then
     profiled  devices with new profiles: what older steps showed of them says nothing
+    found     by a longer search
     """
 
     plan: Plan
@@ -190,6 +197,7 @@ class _Known:
     profiled: Collection[str]
     cause: tuple[Shift, ...]
     searches: bool
+    found: tuple[Plan, ...]
 
 
 @dataclass(frozen=True)
@@ -227,11 +235,15 @@ class _Looks:
         self.known = None
         return self._running.result()
 
+    def as_seen(self, mesh: Measured, slow: Mapping[str, float]) -> Measured:
+        """With the paces that looks have found; called when none is under way."""
+        return self._paces.applied(mesh, slow)
+
     def _look(self, known: _Known) -> _Weather:
         """Price everything anew under the present figures, and, if asked, search for what is better."""
         began_s = self._clock()
         job, mesh, plan = known.request.job, known.mesh, known.plan
-        found: list[Plan] = []
+        found = [*known.found]
         for peer in known.profiled:
             self._paces.forget(peer)
         try:
@@ -243,7 +255,7 @@ class _Looks:
             mesh = self._paces.applied(mesh, known.slow)
             if known.searches:
                 choice, cluster, workload = choose(mesh, job, known.request.stages)
-                found = [choice.best, *choice.runners_up[:RUNNERS_UP]]
+                found += [choice.best, *choice.runners_up[:RUNNERS_UP]]
             else:
                 cluster, workload = situation(mesh, job)
         except PlanError as error:  # it runs, so go on
@@ -294,6 +306,7 @@ class Adaptation:
         self._agent = agent
         self._changes = changes
         self._newcomers = newcomers
+        newcomers.longer.changed()  # this plan was made in a hurry, or for other members
         self._request = replace(request, job=replace(request.job, micro_batch=plan.micro_batch))
         self._senses = Senses.of(agent.links(plan.peers))
         self._feeding = Feeding(request.feeds, request.job.data_s * request.job.batch_size)
@@ -425,6 +438,7 @@ class Adaptation:
             self._profiled.add(shift.peer)
         self._shifts += (told := [*told, *joined])
         self._is_news = self._is_news or bool(told)
+        self._search_longer(bool(told), left_s)
         if self._looks.known is not None and self._is_news:
             self._late_steps += steps  # the look that is under way knows nothing of their weather
         else:
@@ -449,6 +463,18 @@ class Adaptation:
         self._hear_weather(weather)
         return self._observed(weather)
 
+    def _search_longer(self, is_news: bool, left_s: float) -> None:
+        """While nothing is new. What is, stops it: the figures that it has are old."""
+        longer = self._newcomers.longer
+        if is_news:
+            longer.changed()
+        elif len(self._steps_s) > LASTING_STEPS and self._looks.known is None and not self._shifts:
+            longer.look(self._as_seen, self._request, self._plan, left_s)
+
+    def _as_seen(self) -> Measured:
+        """The mesh, its devices as fast as steps have shown them."""
+        return self._looks.as_seen(self._measured(), self._senses.slow)
+
     def _ask_again(self, known: _Known) -> None:
         """Nothing has come of this look, so what made it necessary is open."""
         self._shifts[:0] = known.cause if known.searches else ()
@@ -459,7 +485,8 @@ class Adaptation:
         """Whether there is reason for one."""
         pays = self._changing_s < CHANGE_SHARE * left_s
         searches = bool(self._shifts) and pays and self._agent.monotonic() >= self._search_at_s
-        if not searches and (not self._is_news or self._adapter is None):
+        found = self._newcomers.longer.take() if pays else ()
+        if not searches and not found and (not self._is_news or self._adapter is None):
             return False
         calm = None if self._calm_s is None else (*self._begun, self._calm_s)
         known = _Known(
@@ -472,8 +499,9 @@ class Adaptation:
             calm,
             self._recent_s,
             self._profiled,
-            tuple(self._shifts),
+            (*self._shifts, *[Searched()] * bool(found)),
             searches,
+            found,
         )
         self._profiled, self._calm_s, self._is_news = set(), None, False
         if searches:

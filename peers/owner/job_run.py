@@ -581,7 +581,8 @@ class Training:
         elif self._adaptation is None:
             from peers.owner.adaptation import Adaptation, Newcomers
 
-            new = self._newcomers = self._newcomers or Newcomers(self._agent, self._profile, self._request.times)
+            given, times = self._wanted.plan is not None, self._request.times
+            new = self._newcomers = self._newcomers or Newcomers(self._agent, self._profile, times, is_given=given)
             check = partial(check_kinds, captured)
             self._adaptation = Adaptation(self._agent, self._request, plan, self.result.changes, new, check)
 
