@@ -464,7 +464,7 @@ class Adaptation:
         return self._observed(weather)
 
     def _search_longer(self, is_news: bool, left_s: float) -> None:
-        """While nothing is new. What is, stops it: the figures that it has are old."""
+        """While nothing is new; and again after what is."""
         longer = self._newcomers.longer
         if is_news:
             longer.changed()

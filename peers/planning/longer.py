@@ -1,7 +1,6 @@
 """A longer search beside a running job: one process at a time, which ends with its answer, with the job or with this process.
 
-The idea: the search is in meshcee/adapt/longer.py; here is who starts it and when. It begins when nothing has changed for a while,
-and what has changed since makes its answer worthless, so it is stopped and begun anew later.
+The idea: the search is in meshcee/adapt/longer.py; here is who starts it and when. It begins when nothing has changed for a while.
 """
 
 from __future__ import annotations
@@ -51,9 +50,8 @@ class Longer:
         self._task: asyncio.Task[None] | None = None
 
     def changed(self) -> None:
-        """What is searched for, or was found, is of a mesh that is no more."""
-        self.found, self._is_due = (), self._is_wanted
-        self.close()
+        """Another search is worth its time. One that is under way goes on: what it finds is priced under the figures of then."""
+        self._is_due = self._is_wanted
 
     def close(self) -> None:
         if self._task is not None:
