@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,6 +80,19 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
     }
 
 
+def _in_words(value: Any) -> str:
+    """An optimizer or a schedule of a description as its user wrote it."""
+    match value:
+        case {"name": name, "options": options}:
+            more = {key: value[key] for key in ("groups", "ema") if value.get(key)}
+            found = [(key, repr(option)) for key, option in {**options, **more}.items()]
+        case [str(name), str(words)]:
+            found = re.findall(r"\('(\w+)', (.*?)\)(?=, \('|\]$)", words)
+        case _:
+            return repr(value)
+    return f"{name}({', '.join(f'{key}={option}' for key, option in found)})"
+
+
 def check_same(job: Job, captured: Capture, run: Mapping[str, Any], micro_batch: int) -> None:
     """Raises UsageError naming what this job and a run with that `description` do not have in common."""
     for key, value in loads(dumps(description(job, captured))).items():
@@ -86,7 +100,7 @@ def check_same(job: Job, captured: Capture, run: Mapping[str, Any], micro_batch:
         if key == "rates":  # a run with fewer steps says fewer
             value, said = value[: len(said)], said[: len(value)]
         if value != said:
-            what = OTHER.get(key, f"{key} {run.get(key)!r}, the job says {value!r}")
+            what = OTHER.get(key, f"{key} {_in_words(run.get(key))}, the job says {_in_words(value)}")
             raise UsageError(
                 f"the run was made with {what}: resume it with the job that it was started with, or start a new run"
             )

@@ -57,6 +57,24 @@ def checked(job: Job) -> None:
     check_same(job, capture(job), description(first, capture(first)), 4)
 
 
+def test_what_differs_is_told_as_its_user_wrote_it() -> None:
+    first = job_of(schedule=Schedule("StepLR", step_size=3))
+    described = description(first, capture(first))
+    told = [
+        (
+            Schedule("StepLR", step_size=4),
+            first.optimizer,
+            r"schedule StepLR\(step_size=3\), the job says StepLR\(step_size=4\):",
+        ),
+        (None, first.optimizer, r"schedule StepLR\(step_size=3\), the job says None:"),
+        (first.schedule, Optimizer("SGD", lr=0.2), r"optimizer SGD\(lr=0.1\), the job says SGD\(lr=0.2\):"),
+    ]
+    for schedule, optimizer, what in told:
+        other = job_of(schedule=schedule, optimizer=optimizer)
+        with pytest.raises(UsageError, match=what):
+            check_same(other, capture(other), described, 4)
+
+
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
