@@ -49,6 +49,7 @@ __all__ = [
 T = TypeVar("T")
 
 ENDS_WITHIN_S = 15.0  # of the moment when everything was asked to end; what is bounded takes a few seconds
+FILE_COLUMNS = 200  # that a table may take where no terminal says how many there are
 WRITTEN_WITHIN_S = 0.2  # a last line, by the thread that writes
 
 
@@ -115,6 +116,10 @@ class Screen(Console):
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+        if not self.is_terminal:
+            self.soft_wrap = True  # a sentence is one line, for whoever searches in a file
+            if "COLUMNS" not in os.environ:
+                self.width = FILE_COLUMNS
 
     @property
     def is_live(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import structlog
+from rich.table import Table
 
 from meshcee.errors import UsageError
 from meshcee.files import loads
@@ -256,3 +257,17 @@ def test_a_machine_without_memory_is_no_bug_of_ours(
     assert "no memory is left on this machine (Unable to allocate internal buffer.); free some" in said
     assert "bug" not in said
     assert "Traceback" not in said
+
+
+def test_in_a_file_a_sentence_is_one_line_and_a_table_is_as_wide_as_it_needs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    sentence, name = "a sentence " * 30, "n" * 120
+    LineView(Screen()).note(sentence)
+    table = Table("peer")
+    table.add_row(name)
+    Screen().print(table)
+    out = capsys.readouterr().out
+    assert sentence in out
+    assert name in out
