@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import structlog
 import torch
@@ -16,7 +17,7 @@ import torch
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.files.tensor_files import byte_view, flat_bytes
 from meshcee.job import At, Job
-from meshcee.sampling.order import read
+from meshcee.sampling.order import drawn, read
 from meshcee.sampling.source import inputs_of_one
 
 __all__ = ["FED", "MOST_BYTES", "alike", "check_samples", "repeats", "sample_digests", "unrepeatable"]
@@ -58,7 +59,8 @@ def repeats(job: Job, *, keeps: bool) -> bool:
 def unrepeatable(job: Job) -> str | None:
     """Why data is another one when it is read again, and what to write: a few samples are, in another order. None if it is not.
 
-    UsageError for a sampler whose order does not repeat.
+    UsageError for a sampler whose order does not repeat, and for a set that keeps what it has drawn. Such a sample is what the
+    first read of all has drawn, and that is no read of a step.
     """
     if job.sampler is not None:
         from meshcee.sampling.sampler import check_repeats
@@ -77,11 +79,34 @@ def unrepeatable(job: Job) -> str | None:
     indices = sorted({k * len(job.data) // LOOKED_AT for k in range(LOOKED_AT)})
     first: dict[int, Raw] = {}
     began_s = time.monotonic()
+    drawing = set()
     for i in indices:
-        first[i] = _sample(job, i)
+        looked = _Drawing(job.data)
+        first[i] = _sample(job, i, looked)
+        drawing |= {i} if looked.has_drawn else set()
         if len(first) >= AT_LEAST and time.monotonic() - began_s > LOOK_S:
             break
-    return next((_ANOTHER.format(i) for i in reversed(first) if not alike(first[i], _sample(job, i))), None)
+    for i in reversed(first):
+        looked = _Drawing(job.data)
+        if not alike(first[i], _sample(job, i, looked)):
+            return _ANOTHER.format(i)
+        if i in drawing and not looked.has_drawn:
+            raise UsageError(_KEPT.format(i))
+    return None
+
+
+class _Drawing:
+    """Data that tells whether its last read has drawn random numbers."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+        self.has_drawn = False
+
+    def __getitem__(self, index: int) -> Any:
+        before = drawn()
+        found = self._data[index]
+        self.has_drawn = drawn() != before
+        return found
 
 
 def sample_digests(job: Job) -> dict[str, str]:
@@ -111,19 +136,23 @@ _ANOTHER = (
     "data[{}] is another sample when it is read again: it must draw from `random`, `numpy.random` or torch's own "
     "generator only"
 )
+_KEPT = (
+    "data[{}] draws random numbers when it is read first, and not when it is read again: data is looked at before the first step, "
+    "so what it keeps would not be what a loop draws; draw in every read, or draw all of it before the job is made"
+)
 _IN_THREADS = (
     "data draws in threads of its own, at times that no seed decides: let what draws come last, as in "
     "stream.shuffle(buffer_size=1000).map(augment)"
 )
 
 
-def _sample(job: Job, index: int) -> Raw:
+def _sample(job: Job, index: int, data: Any = None) -> Raw:
     if job.streams:
         from meshcee.sampling.stream import first_of
 
         return inputs_of_one(job, first_of(job).samples[index][0])
     try:
-        return inputs_of_one(job, read(job.data, [index], job.seed)[0])
+        return inputs_of_one(job, read(job.data if data is None else data, [index], job.seed)[0])
     except MeshceeError:
         raise
     except Exception as error:

@@ -27,13 +27,30 @@ import torch
 from meshcee.errors import UsageError
 from meshcee.user_code import calling
 
-__all__ = ["GENERATORS", "NO_STEP", "Same", "collated", "draw", "generators_put_back", "read", "seed_generators"]
+__all__ = [
+    "GENERATORS",
+    "NO_STEP",
+    "Same",
+    "collated",
+    "draw",
+    "drawn",
+    "generators_put_back",
+    "read",
+    "seed_generators",
+]
 
 NO_STEP = -1  # of reads that belong to no step of training: evaluation, and looks at what samples are like
 
 # Whoever seeds this process's generators, or draws from them, holds this meanwhile: the owner's samples are read beside the
 # stages that this process computes.
 GENERATORS = threading.RLock()
+
+
+def drawn() -> tuple[Any, ...]:
+    """What is another one once the process's generators have drawn."""
+    numpy = np.random.get_state(legacy=False)
+    place = numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["has_gauss"]
+    return random.getstate(), place, torch.default_generator.get_state().numpy().tobytes()
 
 
 class Same:

@@ -457,6 +457,25 @@ def test_a_loss_that_writes_a_buffer_of_its_own_is_refused() -> None:
         capture(dataclasses.replace(job_of(nn.Linear(4, 4)), loss=Counts()))
 
 
+def test_what_a_backward_pass_has_left_is_not_to_be_read() -> None:
+    model = Calls(lambda linear, h: h if linear.weight.grad is None else 2 * h)
+    with pytest.raises(CaptureError, match=rf"a \.grad is read at .*{HERE} .*a graph has none"):
+        capture(job_of(model))
+
+
+class Halves(nn.Linear):
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {name: value.half() for name, value in super().state_dict(*args, **options).items()}
+
+
+def test_a_state_dict_that_has_more_than_the_model_or_has_it_otherwise_is_refused() -> None:
+    adds = nn.Linear(4, 4)
+    adds.register_state_dict_post_hook(lambda module, found, prefix, _: found.update(version=torch.ones(1)))
+    for model, name in ((adds, "version"), (Halves(4, 4), "weight")):
+        with pytest.raises(CaptureError, match=rf"model\.state_dict\(\) has '{name}', which is no parameter or buffer"):
+            capture(job_of(model))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_recurrent_module_over_lengths_is_told_to_have_one(kind: type[nn.Module]) -> None:
     class Tags(nn.Module):

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from meshcee.eager import plain_steps
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.optim import Optimizer
-from meshcee.sampling import batched, call_model, inputs_of, rebuild
+from meshcee.sampling import batched, call_model, inputs_of, rebuild, unrepeatable
 from meshcee.sampling.order import draw, read
 
 
@@ -230,3 +231,33 @@ def test_a_forward_that_takes_a_whole_dict_is_told_how_to_give_it(rows: bool) ->
         call_model(Whole(), batched(samples, 0)[0])
     x, _ = batched([(({"image": i},), i) for i in range(2)], 0)
     assert call_model(Whole(), x).tolist() == [1, 2]
+
+
+class Keeps:
+    """A row, once it is read, is kept as `draw` has changed it."""
+
+    def __init__(self, draw: Callable[[], Any], keeps: bool = True) -> None:
+        self._draw, self._keeps = draw, keeps
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        row = self._kept.get(i)
+        if row is None:
+            row = torch.full((4,), float(i)) + float(self._draw())
+            if self._keeps:
+                self._kept[i] = row
+        return row, row.sum()
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, np.random.normal, lambda: torch.randn(())])
+def test_data_that_keeps_what_it_draws_is_refused(draw: Callable[[], Any]) -> None:
+    def job(data: Any) -> Job:
+        return Job(nn.Linear(4, 1), nn.functional.mse_loss, data, Optimizer("SGD", lr=0.1), batch_size=4, steps=1)
+
+    with pytest.raises(UsageError, match=r"data\[\d+\] draws random numbers when it is read first, and not when"):
+        unrepeatable(job(Keeps(draw)))
+    assert unrepeatable(job(Keeps(draw, keeps=False))) is None
+    assert unrepeatable(job(Keeps(lambda: 1.0))) is None

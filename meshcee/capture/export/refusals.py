@@ -50,6 +50,7 @@ __all__ = [
 _MOST_LINES = 12  # of a node's stack: the innermost ones
 
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_GRAD: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
 
@@ -342,6 +343,11 @@ class _Looking(TorchFunctionMode):
         if made and sys._getframe(1).f_code.co_filename != nn.parameter.__file__:
             words = GRADIENT_SET.format(at=_here())
             raise CaptureError(f"{words} (model.disable_input_require_grads() of Hugging Face)")
+        if func == _GRAD and not is_ours(sys._getframe(1).f_code.co_filename):
+            raise CaptureError(
+                f"a .grad is read{_here()}, and a graph has none: what a backward pass has left is of the micro-batch before; "
+                "leave it out, or clip and scale gradients by the Job's own settings"
+            )
         if func == _DATA and Watched.now is not None and not Watched.now.data.text:
             Watched.now.data = _here()
         for given in args:
@@ -435,7 +441,12 @@ def _refuse_renamed(model: nn.Module) -> None:
     kept = {key: id(tensor) for key, tensor in model.state_dict(keep_vars=True).items()}
     told = {tensor for key, tensor in kept.items() if key in dict(entries)}
     for key, tensor in kept.items():
-        if tensor in own and tensor not in told:
+        if tensor not in own:
+            raise CaptureError(
+                f"model.state_dict() has {key!r}, which is no parameter or buffer of the model as it is, so results would lack it "
+                "or have it otherwise: register what it is in a buffer, and leave out the hook or the method that puts it there"
+            )
+        if tensor not in told:
             raise CaptureError(
                 f"model.state_dict() calls {own[tensor]!r} {key!r}, and results have the model's own names: leave out what renames "
                 "it; for torch's checkpoint_wrapper call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in forward"

@@ -2,19 +2,24 @@
 
 The idea: everything that the model and the loss can reach by name is written down before and after a call, numbers by their
 values and tensors by their shapes. What a second call changes again is state, which a graph does not have. A cache that the
-first call fills and the second leaves as it is changes nothing.
+first call fills and the second leaves as it is changes nothing. How far an iterator has come is not to be seen, and whoever uses
+one moves it.
 """
 
 from __future__ import annotations
 
+import array
 import collections
+import contextvars
 import dis
+import enum
 import functools
 import inspect
 import random
 import re
+import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,6 +36,10 @@ _NOT_STATE = frozenset({"torch", "logging", "builtins", "functools", "meshcee", 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
+class _Unseen:
+    """What an iterator holds: never what it was before."""
+
+
 class Remembered:
     """What `roots` reach: values by their place in words, and copies of what holds them, to put it back."""
 
@@ -41,6 +50,7 @@ class Remembered:
         self._holders: list[tuple[Any, Any]] = []
         self._drawers: list[Callable[[], Any]] = []
         self._seen: set[int] = set()
+        self._seen_classes: set[int] = set()
         self._alive: list[Any] = []  # so that no two have one id
         self._names: set[str] = set()  # that the code uses which is reached
         self._methods: dict[type, list[Any]] = {}
@@ -57,6 +67,7 @@ class Remembered:
     def changed(self, other: Remembered) -> list[str]:
         """Places whose value is another there."""
         both = [place for place, value in self.values.items() if place in other.values and other.values[place] != value]
+        both = [place for place in both if type(self.values[place]) is not _Unseen or other.is_used(place)]
         return both + [place for place in other.values if place not in self.values and self._counts(place, other)]
 
     @staticmethod
@@ -102,6 +113,7 @@ class Remembered:
             self._names.update(vars(module))
         for method in self._reached(type(module), ["forward"]):
             self._visit(f"what {type(module).__name__} uses", method, 1, "")
+        self._class(type(module), 1)
         for key, value in list(vars(module).items()):
             if key not in _OWN and not key.endswith("_hooks") and not key.endswith("_kwargs"):
                 place = f"attribute {key!r} of {f'module {name!r}' if name else 'the model'}"
@@ -172,20 +184,53 @@ class Remembered:
             self._visit(place, value.__func__, depth, line)
         elif isinstance(value, types.FunctionType):
             self._function(value, depth)
+        elif isinstance(value, bytearray | array.array):
+            self.values[place] = (hash(bytes(value)),)
+        elif isinstance(value, contextvars.ContextVar):
+            self._visit(place, value.get(None), depth, line)
         elif isinstance(value, functools._lru_cache_wrapper):
             self._drawers.append(functools.partial(_emptied, value, value.cache_info().misses))
             self._visit(place, value.__wrapped__, depth, line)
         elif isinstance(value, nn.Module):
             for name, module in value.named_modules():
                 self._module(name or type(value).__name__, module)
-        elif hasattr(value, "__dict__") and not isinstance(value, type | types.ModuleType):
-            if type(value).__module__.split(".")[0] in _NOT_STATE:
-                return
-            self._holders.append((vars(value), dict(vars(value))))
-            for method in self._reached(type(value), ["__call__", *self._names]):
-                self._visit(place, method, depth + 1, line)
-            for key, item in list(vars(value).items()):
-                self._visit(f"attribute {key!r} of {place}", item, depth + 1, line or self._line(_called(value), key))
+        elif isinstance(value, type):
+            self._class(value, depth)
+        elif isinstance(value, Iterator) and not hasattr(value, "__dict__") and not _slots(type(value)):
+            self.values[place] = _Unseen()
+        elif not isinstance(value, types.ModuleType) and type(value).__module__.split(".")[0] not in _NOT_STATE:
+            self._object(place, value, depth, line)
+
+    def _object(self, place: str, value: Any, depth: int, line: str) -> None:
+        """Of a class that may be the user's: what its attributes hold, and its slots."""
+        slots = {name: getattr(value, name) for name in _slots(type(value)) if hasattr(value, name)}
+        self._drawers += [functools.partial(_put, value, name, item) for name, item in slots.items()]
+        held = getattr(value, "__dict__", {})
+        if held:
+            self._holders.append((held, dict(held)))
+        for method in self._reached(type(value), ["__call__", *self._names]):
+            self._visit(place, method, depth + 1, line)
+        self._class(type(value), depth)
+        for key, item in [*held.items(), *slots.items()]:
+            self._visit(f"attribute {key!r} of {place}", item, depth + 1, line or self._line(_called(value), key))
+
+    def _class(self, kind: type, depth: int) -> None:
+        """What the classes of the user's hold that this one is made of."""
+        for one in kind.__mro__:
+            module = sys.modules.get(one.__module__)
+            if (
+                id(one) in self._seen_classes
+                or issubclass(one, enum.Enum)
+                or _is_foreign(getattr(module, "__file__", None))
+            ):
+                continue
+            self._seen_classes.add(id(one))
+            for method in self._reached(one, self._names):
+                self._visit(f"what {one.__name__} uses", method, depth + 1, "")
+            for key, item in list(vars(one).items()):
+                if not key.startswith("__") and not callable(item) and not hasattr(type(item), "__get__"):
+                    self._drawers.append(functools.partial(_put, one, key, item))
+                    self._visit(f"attribute {key!r} of class {one.__name__}", item, depth + 1, "")
 
     def _tensor(self, place: str, value: torch.Tensor) -> None:
         self.values[place] = (str(value.dtype), tuple(value.shape))
@@ -196,6 +241,9 @@ class Remembered:
         code = function.__code__
         if _is_foreign(code):
             return
+        self._holders.append((vars(function), dict(vars(function))))
+        for key, item in list(vars(function).items()):
+            self._visit(f"attribute {key!r} of {function.__name__}", item, depth + 1, self._line(code, key))
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
             try:
                 value = cell.cell_contents
@@ -235,6 +283,23 @@ def _function_of(found: Any) -> Any:
     found = found.fget if isinstance(found, property) else found
     found = found.__func__ if isinstance(found, staticmethod | classmethod) else found
     return found if isinstance(found, types.FunctionType | functools._lru_cache_wrapper) else None
+
+
+def _slots(kind: type) -> list[str]:
+    """By the names that they have outside of the class."""
+    found: list[str] = []
+    for one in kind.__mro__:
+        named = vars(one).get("__slots__", ())
+        for name in (named,) if isinstance(named, str) else tuple(named):
+            is_private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{one.__name__.lstrip('_')}{name}" if is_private else name)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
+
+
+def _put(holder: Any, name: str, item: Any) -> None:
+    """In the place of another one; a frozen dataclass is never another one."""
+    if getattr(holder, name, _Unseen) is not item:
+        setattr(holder, name, item)
 
 
 def _emptied(cache: Any, misses: int) -> None:

@@ -343,7 +343,7 @@ class BufferOfAnotherShape(Blocks):
         return self.h(h) * (1 + 0.01 * self.k)
 
 
-@habit("vec", "cls", refused="keep state in registered buffers")
+@habit("vec", "cls", refused="keep what changes in a registered buffer")
 class ClassAttribute(Blocks):
     COUNT: ClassVar[list[int]] = [0]
 

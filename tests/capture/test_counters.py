@@ -1,0 +1,202 @@
+"""A loss or a forward that counts its calls where Python keeps things: a graph holds one value, so the job is refused."""
+
+from __future__ import annotations
+
+import array
+import contextvars
+import itertools
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshcee.capture import capture
+from meshcee.capture.export import Remembered
+from meshcee.errors import CaptureError
+from tests.capture.exactness import WIDTH, difference, job_of
+from tests.mutation import Changed, breaks, changed
+
+HERE = r"test_counters\.py:\d+"
+LATE = 50  # calls: capture makes fewer
+Counter = Callable[[], int]
+
+
+class Clock:
+    step = 0
+
+
+@dataclass(slots=True)
+class Slots:
+    step: int = 0
+
+
+class Private:
+    __slots__ = ("__dict__", "__step")
+
+    def __init__(self) -> None:
+        self.__step = 0
+
+    def count(self) -> int:
+        self.__step += 1
+        return self.__step
+
+
+def of_class() -> Counter:
+    Clock.step = 0
+
+    def count() -> int:
+        Clock.step += 1
+        return Clock.step
+
+    return count
+
+
+def of_slots() -> Counter:
+    held = Slots()
+
+    def count() -> int:
+        held.step += 1
+        return held.step
+
+    return count
+
+
+def of_private_slots() -> Counter:
+    return Private().count
+
+
+def of_function() -> Counter:
+    def count() -> int:
+        held.n += 1
+        return held.n
+
+    held: types.SimpleNamespace = count  # type: ignore[assignment]
+    held.n = 0
+    return count
+
+
+def of_generator() -> Counter:
+    def numbers() -> Iterator[int]:
+        yield from itertools.count()
+
+    held = numbers()
+    return lambda: next(held)
+
+
+def of_list() -> Counter:
+    held = iter(range(1000))
+    return lambda: next(held)
+
+
+def of_cycle() -> Counter:
+    held = itertools.cycle(range(1000))
+    return lambda: next(held)
+
+
+def of_zip() -> Counter:
+    held = zip(range(1000), range(1000))
+    return lambda: next(held)[0]
+
+
+def of_array() -> Counter:
+    held = array.array("i", [0])
+
+    def count() -> int:
+        held[0] += 1
+        return held[0]
+
+    return count
+
+
+def of_bytes() -> Counter:
+    held = bytearray(1)
+
+    def count() -> int:
+        held[0] += 1
+        return held[0]
+
+    return count
+
+
+def of_context() -> Counter:
+    held: contextvars.ContextVar[int] = contextvars.ContextVar("held", default=0)
+
+    def count() -> int:
+        held.set(held.get() + 1)
+        return held.get()
+
+    return count
+
+
+COUNTERS: dict[Callable[[], Counter], Changed | None] = {
+    of_class: (Remembered, "self._class(value, depth)", "pass"),
+    of_slots: (Remembered, "[*held.items(), *slots.items()]", "held.items()"),
+    of_private_slots: None,
+    of_function: (Remembered, "in list(vars(function).items())", "in []"),
+    of_generator: (Remembered, "= _Unseen()", "= None"),
+    of_list: None,
+    of_cycle: None,
+    of_zip: None,
+    of_array: (Remembered, "bytearray | array.array", "bytearray"),
+    of_bytes: (Remembered, "bytearray | array.array", "array.array"),
+    of_context: (Remembered, "value.get(None)", "None"),
+}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("make", COUNTERS)
+def test_a_loss_that_counts_its_calls_is_refused(make: Callable[[], Counter]) -> None:
+    def story() -> None:
+        count = make()
+
+        def late(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(out, y) * (2.0 if count() > LATE else 1.0)
+
+        with pytest.raises(CaptureError, match=r"the loss late changes .* in every call"):
+            capture(job_of(net(), loss=late))
+
+    story()
+    if (mend := COUNTERS[make]) is not None:
+        with changed(*mend):
+            assert breaks(story)
+
+
+class Anneals(nn.Module):
+    """Its schedule is a generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH)
+        self.schedule = iter([0.0] * LATE + [1.0] * LATE)
+        self.unused = iter(range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        return h + next(self.schedule) * h.tanh()
+
+
+def test_a_forward_that_uses_an_iterator_is_refused_with_its_line() -> None:
+    with pytest.raises(CaptureError, match=rf"forward changes attribute 'schedule' of the model at .*{HERE} in every"):
+        capture(job_of(Anneals()))
+
+
+class Holds(Anneals):
+    """What nothing uses changes nothing; neither do constants of a class."""
+
+    SCALE = 2.0
+    TABLE = (1.0, 2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * self.SCALE * self.TABLE[1]
+
+
+def test_iterators_that_nothing_uses_and_constants_of_classes_are_no_state() -> None:
+    assert difference(job_of(Holds())) == ""
