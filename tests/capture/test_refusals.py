@@ -457,6 +457,24 @@ def test_a_loss_that_writes_a_buffer_of_its_own_is_refused() -> None:
         capture(dataclasses.replace(job_of(nn.Linear(4, 4)), loss=Counts()))
 
 
+@pytest.mark.parametrize(
+    ("then", "words"),
+    [
+        (
+            lambda _, h: h.view(int(h.shape[0] / 1), 4),
+            r"int\(\) makes a constant of the number of samples; write a // b",
+        ),
+        (
+            lambda _, h: F.gaussian_nll_loss(h, h, h * h),
+            r"asserts that no variance is negative, .*write 0\.5 \* \(var\.log",
+        ),
+    ],
+)
+def test_habits_with_one_word_that_no_graph_has_are_told_which_to_write(then: Any, words: str) -> None:
+    with pytest.raises(CaptureError, match=rf"{HERE} .*{words}"):
+        capture(job_of(Calls(then)))
+
+
 def test_what_a_backward_pass_has_left_is_not_to_be_read() -> None:
     model = Calls(lambda linear, h: h if linear.weight.grad is None else 2 * h)
     with pytest.raises(CaptureError, match=rf"a \.grad is read at .*{HERE} .*a graph has none"):

@@ -227,3 +227,9 @@ def test_an_option_of_a_group_does_what_it_does_for_all(kind: str, option: str, 
                 Optimizer(name, groups=groups)
         else:
             assert all(map(torch.equal, expected, after_steps(Optimizer(name, groups=groups))))
+
+
+def test_a_step_that_is_to_be_differentiated_is_refused() -> None:
+    for options in ({"differentiable": True}, {"groups": {"*": {"differentiable": True}}}):
+        with pytest.raises(UsageError, match=r"differentiable=True .*leave it out"):
+            Optimizer("SGD", lr=0.1, **options)  # type: ignore[arg-type]

@@ -241,6 +241,10 @@ class Watched(logging.Handler):
                 )
             if given[0] in self._samples and _loops(self.at.text):
                 self.fix("specialized", "a Python loop goes over the samples", "compute on the whole batch at once")
+            elif given[0] in self._samples and re.search(r"\bint\([^()]*(?:shape\[0\]|size\(0\))", self.at.text):
+                self.fix(
+                    "specialized", "int() makes a constant of the number of samples", "write a // b, without int()"
+                )
             elif given[0] in self._samples and _computes(self.at.text):
                 self.fix("specialized", "Python computes with the number of samples", COUNT)
 
@@ -320,6 +324,12 @@ _KNOWN = (
         "",
         "a number of a Beta or Dirichlet distribution is drawn{}, for which peers have no operator",
         "draw it in data[i] or Job.collate, as mixup's lambda, and give it with x or y",
+    ),
+    (
+        "gaussian_nll_loss",
+        "",
+        "GaussianNLLLoss{} asserts that no variance is negative, and clamps without a gradient, which a graph does not hold",
+        "write 0.5 * (var.log() + (input - target) ** 2 / var).mean() with var.clamp(min=1e-6)",
     ),
     ("embedding", "sparse", "an nn.Embedding makes sparse gradients{}", "sparse=False trains the same"),
 )
