@@ -142,6 +142,51 @@ class Tagger(nn.Module):
         return out if labels is None else F.cross_entropy(out.view(-1, 5), labels.view(-1))
 
 
+def padded_rows(rows: list[torch.Tensor]) -> torch.Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+class Next(Tagger):
+    """What comes next: of each word but the last, or of a first one beside each word."""
+
+    def __init__(self, *, has_first: bool) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(1, 1, WIDTH)) if has_first else None
+
+    def forward(self, words: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        h = self.words(words) + self.places(self.numbers[:, : words.shape[1]])
+        if self.first is None:
+            return self.head(h)[:, :-1]
+        return self.head(torch.cat([self.first.expand(h.shape[0], -1, -1), h], 1))
+
+
+def by_rows(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.flatten(0, 1), labels.flatten())
+
+
+def by_places(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.transpose(1, 2), labels)
+
+
+@pytest.mark.parametrize("loss", [by_rows, by_places])
+@pytest.mark.parametrize("has_first", [False, True], ids=["one label less", "one label more"])
+def test_labels_may_be_longer_or_shorter_by_a_constant(has_first: bool, loss: Callable[..., torch.Tensor]) -> None:
+    def collate(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        words = padded_rows(rows)
+        return (words[:, :-1], words % 5) if has_first else (words, words[:, 1:] % 5)
+
+    torch.manual_seed(0)
+    rows = [torch.randint(1, 50, (3 + i % 5,)) for i in range(24)]
+    job = job_of(Next(has_first=has_first), loss, data=rows, collate=collate)
+    found = capture(job)
+    lengths = [entry.value.shape[1] for entry in found.train.inputs if entry.kind == "raw"]
+    limits = {length.limit for length in lengths if isinstance(length, Free)}
+    assert limits == {32, 33 if has_first else 31}, "the model has 32 places"
+    chain, want = Chain(job, found, 3), plain(job)
+    chain.run(job.steps)
+    assert all(torch.equal(tensor, want.state_dict[name]) for name, tensor in chain.state().items())
+
+
 @pytest.mark.parametrize("twice", [False, True], ids=["labels", "labels in x and in y"])
 def test_labels_are_no_longer_than_what_they_are_for(twice: bool) -> None:
     """A text of many times the usual length has labels for as many words as the model takes; in x and in y they are one tensor."""

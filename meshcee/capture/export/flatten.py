@@ -119,6 +119,11 @@ class _Flattener:
         raw_of = {s.arg.name: name for s, name in zip(users, self.raw)}
         specs = {s.arg.name: s for s in self.exported.graph_signature.input_specs}
         for placeholder in placeholders:
+            held = placeholder.meta["val"]
+            if placeholder.name in raw_of and isinstance(held, torch.Tensor):
+                sizes = {_symbol(size): size for size in held.shape}
+                self.hints |= {symbol: _hint(size) for symbol, size in sizes.items() if symbol is not None}
+        for placeholder in placeholders:
             self._input(placeholder, specs[placeholder.name], raw_of)
             if not self.equalities and (mode := getattr(placeholder.meta["val"], "fake_mode", None)) is not None:
                 self.equalities = _equalities(mode.shape_env)
@@ -143,7 +148,6 @@ class _Flattener:
             for place, size in enumerate(held.shape):
                 if (symbol := _symbol(size)) is not None:
                     self.raw_sizes.setdefault(symbol, (len(self.inputs), place))
-                    self.hints[symbol] = _hint(size)
             made = Input("raw", self._value(held, raw_of[placeholder.name]))
         elif kind in ("PARAMETER", "BUFFER"):
             name = self.name_of(spec.target)
@@ -269,10 +273,21 @@ class _Flattener:
         return Value(name, None)
 
     def _most(self, symbol: Any) -> int:
-        """How far a size that varies may go: a table of positions, say, has so many rows, and labels are no more."""
-        equal = [other for other in self.hints if any(e.subs(symbol, other) == 0 for e in self.equalities)]
-        uppers = [self.ranges[s].upper for s in (symbol, *equal) if s in self.ranges]
-        return int(min([LENGTH_MARGIN * self.hints[symbol], *(upper for upper in uppers if upper.is_finite)]))
+        """How far a size that varies may go: a table of positions, say, has so many rows, and labels are no more, or one less."""
+        found = [LENGTH_MARGIN * self.hints[symbol], *self._upper(symbol)]
+        for other in self.hints.keys() - {symbol}:
+            apart = self.hints[symbol] - self.hints[other]
+            if any(e.subs(symbol, other) == 0 for e in self.equalities):
+                found += self._upper(other)
+            elif any(
+                {symbol, other} <= e.free_symbols and e.is_polynomial() and e.subs(symbol, other + apart).expand() == 0
+                for e in self.equalities
+            ):
+                found += [most + apart for most in (LENGTH_MARGIN * self.hints[other], *self._upper(other))]
+        return int(min(found))
+
+    def _upper(self, symbol: Any) -> list[Any]:
+        return [r.upper for r in (self.ranges.get(symbol),) if r is not None and r.upper.is_finite]
 
     def _least(self, symbol: Any) -> int:
         """Under which size forward takes another way than here, by its branches; 0 where there are none."""
