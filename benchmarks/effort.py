@@ -15,7 +15,6 @@ import json
 import math
 import random
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ def searched(seed: int, times: int) -> dict[str, Any]:
     cluster, workload = case(seed)
     found: dict[str, Any] = {"seed": seed, "sort": SORTS[seed % len(SORTS)], "devices": len(cluster.devices)}
     usual = Effort()
-    for name, effort in (("usual", usual), ("long", replace(usual.times(times), rows=usual.rows * times))):
+    for name, effort in (("usual", usual), ("long", usual.times(times, rows=times))):
         begun_s = time.process_time()
         try:
             predicted = plans(cluster, workload, effort=effort).best.predicted

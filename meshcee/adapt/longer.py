@@ -28,7 +28,6 @@ from meshcee.planner import EFFORT, choose
 __all__ = ["LONGER", "LongerQuestion", "main", "plans_of"]
 
 LONGER = 50  # times the effort of the first search
-RUNNERS_UP = 2
 MOST_BYTES = 64 << 20
 LENGTH = struct.Struct("!Q")
 
@@ -61,11 +60,10 @@ class LongerQuestion:
     def answer(self) -> bytes:
         """The best plan and the next ones, best first; none where nothing fits."""
         mesh = replace(self.mesh, links={(a, b): link for a, b, link in self.links})
-        effort = replace(EFFORT.times(self.times), rows=round(self.times * EFFORT.rows))
         found: list[Plan] = []
         with contextlib.suppress(PlanError):
-            choice, _, _ = choose(mesh, self.job, self.stages, effort)
-            found = [choice.best, *choice.runners_up[:RUNNERS_UP]]
+            choice, _, _ = choose(mesh, self.job, self.stages, EFFORT.times(self.times, rows=self.times))
+            found = choice.candidates
         return bytes(msgpack.packb([plan.to_json() for plan in found]))
 
 

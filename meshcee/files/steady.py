@@ -23,19 +23,14 @@ from meshcee.files.strict_json import dumps
 
 __all__ = ["MOST_WAITING", "Steady", "steady_output", "written_apart"]
 
-MOST_WAITING = (
-    1 << 20
-)  # bytes of a stream, some 10,000 steps: a reader that comes back after an hour has missed nothing
+MOST_WAITING = 1 << 20  # bytes of a stream, some 10,000 steps
 ENDS_WITHIN_S = 2.0  # of a command that is interrupted while nobody reads
 
 
-class Steady(io.RawIOBase):
-    """Takes whatever `raw`, the file below a stream, refuses. A pipe whose reader has gone is no disk: BrokenPipeError, as ever."""
+class _Over(io.RawIOBase):
+    """What is written over another file, and is that file otherwise."""
 
-    def __init__(self, raw: io.RawIOBase, stream: TextIO | None = None) -> None:
-        self.raw, self._stream = raw, stream  # kept, since it would close the file as it goes
-        self._missing, self._why = 0, ""
-        self._skips = self._is_torn = False  # the rest of a line that was refused; half a line stands last
+    raw: io.RawIOBase
 
     def writable(self) -> bool:
         return True
@@ -45,6 +40,15 @@ class Steady(io.RawIOBase):
 
     def isatty(self) -> bool:
         return self.raw.isatty()
+
+
+class Steady(_Over):
+    """Takes whatever `raw`, the file below a stream, refuses. A pipe whose reader has gone is no disk: BrokenPipeError, as ever."""
+
+    def __init__(self, raw: io.RawIOBase, stream: TextIO | None = None) -> None:
+        self.raw, self._stream = raw, stream  # kept, since it would close the file as it goes
+        self._missing, self._why = 0, ""
+        self._skips = self._is_torn = False  # the rest of a line that was refused; half a line stands last
 
     def write(self, data: Any) -> int:
         left = bytes(data)
@@ -93,7 +97,7 @@ def steady_output() -> None:
             setattr(sys, name, io.TextIOWrapper(Steady(raw, stream), errors=errors, **as_before))
 
 
-class _Apart(io.RawIOBase):
+class _Apart(_Over):
     """A thread writes to `raw`. A write here takes all of its bytes at once, or is refused."""
 
     def __init__(self, raw: io.RawIOBase) -> None:
@@ -105,15 +109,6 @@ class _Apart(io.RawIOBase):
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._write, name="output", daemon=True)
         self._thread.start()
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self.raw.fileno()
-
-    def isatty(self) -> bool:
-        return self.raw.isatty()
 
     def write(self, data: Any) -> int:
         with self._changed:
@@ -142,14 +137,17 @@ class _Apart(io.RawIOBase):
                 self._waiting -= len(line)
 
     def end(self, within_s: float | None) -> bool:
-        """Whether all is written. BrokenPipeError when the reader has gone before the last line."""
+        """Whether the thread has ended."""
         with self._changed:
             self._is_over = True
             self._changed.notify()
         self._thread.join(within_s)
+        return not self._thread.is_alive()
+
+    def check(self) -> None:
+        """BrokenPipeError where the reader has gone before the last line."""
         if self._gone is not None:
             raise self._gone
-        return not self._thread.is_alive()
 
 
 @contextmanager
@@ -172,3 +170,5 @@ def written_apart() -> Iterator[None]:
         for below, thread in apart:
             if thread.end(within_s):
                 below.raw = thread.raw
+    for _, thread in apart:
+        thread.check()

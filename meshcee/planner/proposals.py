@@ -121,9 +121,9 @@ class Effort:
     rows: int = 36_000_000  # cells of the dynamic programs over rows, all sizes together
     events: int = 600_000  # of the simulator in the local search; fewer for more than 18 devices
 
-    def times(self, factor: float) -> Effort:
-        """The same, with this many times the simulated events."""
-        return replace(self, events=max(1, round(self.events * factor)))
+    def times(self, factor: float, *, rows: float = 1) -> Effort:
+        """The same, with this many times the simulated events, and the cells of rows."""
+        return replace(self, events=max(1, round(self.events * factor)), rows=round(self.rows * rows))
 
 
 class Proposals:

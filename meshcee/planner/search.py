@@ -290,6 +290,7 @@ class Search:
         return best
 
 
+RUNNERS_UP = 2  # that are kept of a search
 ROWS = 40  # orders of devices that a search for an exact number of stages begins with
 
 
@@ -300,6 +301,11 @@ class Choice:
         self.best = best
         self.runners_up = tuple(runners_up)
         self.single = single  # the best device alone, and its seconds per step
+
+    @property
+    def candidates(self) -> list[Plan]:
+        """The best plan, and the others that a running job may go over to later."""
+        return [self.best, *self.runners_up[:RUNNERS_UP]]
 
 
 def plans(

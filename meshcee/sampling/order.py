@@ -49,8 +49,8 @@ GENERATORS = threading.RLock()
 def drawn() -> tuple[Any, ...]:
     """What is another one once the process's generators have drawn."""
     numpy = np.random.get_state(legacy=False)
-    place = numpy["state"]["key"].tobytes(), numpy["state"]["pos"], numpy["has_gauss"]
-    return random.getstate(), place, torch.default_generator.get_state().numpy().tobytes()
+    numbers = [np.asarray(held).tobytes() for held in numpy["state"].values()]
+    return random.getstate(), numbers, numpy["has_gauss"], torch.default_generator.get_state().numpy().tobytes()
 
 
 class Same:

@@ -4,7 +4,7 @@ from peers.device.compute import Compute, Pace, one_thread
 from peers.device.graphs import Graphs
 from peers.device.kernels import fingerprints
 from peers.device.profile import kernel_class, measure_device, resolve_device
-from peers.device.this_host import capability, cores, host_id, quiet, take_threads, versions
+from peers.device.this_host import capability, cores, host_id, own_python, quiet, take_threads, versions
 
 __all__ = [
     "Compute",
@@ -17,6 +17,7 @@ __all__ = [
     "kernel_class",
     "measure_device",
     "one_thread",
+    "own_python",
     "quiet",
     "resolve_device",
     "take_threads",

@@ -15,6 +15,7 @@ import hmac
 import os
 import platform
 import stat
+import sys
 import tempfile
 import uuid
 from collections.abc import AsyncIterator
@@ -28,17 +29,30 @@ import meshcee
 from meshcee.figures import Versions
 from meshcee.files import limits
 
-__all__ = ["capability", "cores", "host_id", "lock_file", "locks", "quiet", "take_threads", "versions"]
+__all__ = ["capability", "cores", "host_id", "lock_file", "locks", "own_python", "quiet", "take_threads", "versions"]
 
 log = structlog.get_logger()
 
 VENDORS = {"AuthenticAMD": "AMD", "GenuineIntel": "Intel"}
 TURN_S = 20.0  # waited for at most: whoever holds the lock may have been stopped
 LOOK_S = 0.02
+START = """
+import sys
+root = sys.argv.pop(1)
+if root not in sys.path:
+    sys.path.insert(0, root)
+from {} import main
+main()
+"""
 
 
 def versions() -> Versions:
     return Versions(meshcee.__version__, str(torch.__version__), platform.python_version())
+
+
+def own_python(module: str) -> list[str]:
+    """How a command begins that runs `main` of this module of ours in a Python of its own, without the working folder's modules."""
+    return [sys.executable, "-P", "-c", START.format(module), str(Path(meshcee.__file__).parents[1])]
 
 
 def cores() -> int:

@@ -159,7 +159,6 @@ MOST_SOUNDED = 6  # links at a time
 PROMPT_S = 0.2  # that a step's report waits for a look; a longer one goes on beside the steps
 SEARCH_SHARE = 0.1  # of the time, at most, goes into searching
 CHANGE_SHARE = 0.1  # of the time that is left, at most, may go into a change
-RUNNERS_UP = 2  # kept of each search
 RECENT = 1000  # steps whose seconds count for what one usually takes
 SHOWN = 5  # alternatives, best first, in a line of the log
 
@@ -255,7 +254,7 @@ class _Looks:
             mesh = self._paces.applied(mesh, known.slow)
             if known.searches:
                 choice, cluster, workload = choose(mesh, job, known.request.stages)
-                found += [choice.best, *choice.runners_up[:RUNNERS_UP]]
+                found += choice.candidates
             else:
                 cluster, workload = situation(mesh, job)
         except PlanError as error:  # it runs, so go on

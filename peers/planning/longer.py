@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable
-from pathlib import Path
 
 import structlog
 
-import meshcee
 from meshcee.errors import MeshceeError
 from meshcee.figures import JobCosts, Measured
 from meshcee.plan import Plan
+from peers.device import own_python
 from peers.mesh_view import MeshView
 from peers.planning.coordinator import PlanRequest
 
@@ -25,24 +23,16 @@ __all__ = ["Longer"]
 
 log = structlog.get_logger()
 
-START = """
-import sys
-root = sys.argv.pop(1)
-if root not in sys.path:
-    sys.path.insert(0, root)
-from meshcee.adapt.longer import main
-main()
-"""
 WITHIN_S = 3600.0  # an answer that comes later is of another mesh
 WORTH_S = 300.0  # that a job still takes, at least: a few percent of less are not worth half a minute of computing
 SHARE = 0.1  # of the time, at most, searches run
 
 
 class Longer:
-    """One job's. `found` are plans that nobody has taken yet."""
+    """One job's."""
 
     def __init__(self, agent: MeshView, *, is_wanted: bool = True) -> None:
-        self.found: tuple[Plan, ...] = ()
+        self._found: tuple[Plan, ...] = ()  # that nobody has taken yet
         self._agent = agent
         self._is_wanted = is_wanted
         self._is_due = is_wanted  # something has changed since the last answer
@@ -59,7 +49,8 @@ class Longer:
             self._task = None
 
     def take(self) -> tuple[Plan, ...]:
-        found, self.found = self.found, ()
+        """What has been found since the last time."""
+        found, self._found = self._found, ()
         return found
 
     def look(self, measured: Callable[[], Measured], request: PlanRequest, plan: Plan, left_s: float) -> None:
@@ -87,35 +78,35 @@ class Longer:
 
         began_s = self._agent.monotonic()
         question = await asyncio.to_thread(LongerQuestion.of(mesh, job, stages).pack)
-        root = str(Path(meshcee.__file__).parents[1])
-        command = (sys.executable, "-P", "-c", START, root)
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
-            )
-        except OSError as error:  # of a machine that has no more processes: the next change may find it better
-            log.info("no longer search", error=str(error))
-            self._task = None
-            return
-        try:
-            assert process.stdin is not None
-            assert process.stdout is not None
             async with asyncio.timeout(WITHIN_S):
-                process.stdin.write(question)
-                await process.stdin.drain()
-                answer = await process.stdout.read()  # standard input stays open: its end would end the search
-                if await process.wait():
-                    raise MeshceeError(f"the search has ended with status {process.returncode}")
-            self.found = tuple(await asyncio.to_thread(plans_of, answer))
+                answer = await _answer(question)
+            self._found = tuple(await asyncio.to_thread(plans_of, answer))
         except (MeshceeError, OSError, TimeoutError) as error:  # the job has a plan
             log.info("no longer search", error=str(error))
-        finally:
-            if process.returncode is None:
-                process.kill()
-            if process.stdin is not None:
-                process.stdin.close()
-            await asyncio.shield(process.wait())
-            took_s = self._agent.monotonic() - began_s
-            self._not_before_s = self._agent.monotonic() + took_s / SHARE
+        took_s = self._agent.monotonic() - began_s
+        self._not_before_s = self._agent.monotonic() + took_s / SHARE
         self._task = None
-        log.info("a longer search has ended", took_s=round(took_s, 1), plans=len(self.found))
+        log.info("a longer search has ended", took_s=round(took_s, 1), plans=len(self._found))
+
+
+async def _answer(question: bytes) -> bytes:
+    """Of a process that is gone afterwards, whatever happens. MeshceeError where it fails, OSError where none can be started."""
+    command = own_python("meshcee.adapt.longer")
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, start_new_session=True
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(question)
+        await process.stdin.drain()
+        answer = await process.stdout.read()  # standard input stays open: its end would end the search
+        if await process.wait():
+            raise MeshceeError(f"the search has ended with status {process.returncode}")
+        return answer
+    finally:
+        if process.returncode is None:
+            process.kill()
+        process.stdin.close()
+        await asyncio.shield(process.wait())

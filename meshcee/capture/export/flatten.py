@@ -119,10 +119,8 @@ class _Flattener:
         raw_of = {s.arg.name: name for s, name in zip(users, self.raw)}
         specs = {s.arg.name: s for s in self.exported.graph_signature.input_specs}
         for placeholder in placeholders:
-            held = placeholder.meta["val"]
-            if placeholder.name in raw_of and isinstance(held, torch.Tensor):
-                sizes = {_symbol(size): size for size in held.shape}
-                self.hints |= {symbol: _hint(size) for symbol, size in sizes.items() if symbol is not None}
+            sizes = getattr(placeholder.meta["val"], "shape", ()) if placeholder.name in raw_of else ()
+            self.hints |= {symbol: _hint(size) for size in sizes if (symbol := _symbol(size)) is not None}
         for placeholder in placeholders:
             self._input(placeholder, specs[placeholder.name], raw_of)
             if not self.equalities and (mode := getattr(placeholder.meta["val"], "fake_mode", None)) is not None:

@@ -441,11 +441,11 @@ def refuse_modules(model: nn.Module, loss: Any) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise _hooked(f"parameter {name!r} has a hook")
-    _refuse_renamed(model)
+    _refuse_other_state(model)
 
 
-def _refuse_renamed(model: nn.Module) -> None:
-    """What a state_dict has under another name alone would be in no result: those have the model's own names."""
+def _refuse_other_state(model: nn.Module) -> None:
+    """What a state_dict has under another name alone, or adds, would be in no result: those are the model's own tensors by name."""
     entries = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     own = {id(tensor): name for name, tensor in entries}
     kept = {key: id(tensor) for key, tensor in model.state_dict(keep_vars=True).items()}

@@ -16,19 +16,17 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 
 import structlog
 
-import meshcee
 from meshcee.capture import Program, decode_program
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import GraphError, PlanError, ProtocolError
 from meshcee.fields import refuse_unprintable
 from peers.device.graphs import Graphs
+from peers.device.this_host import own_python
 from peers.device.worker.child import NUMBER
 from peers.device.worker.packets import LENGTH, Confinement, Task, Verdict, length_of, message, sealed, understood
 
@@ -36,14 +34,6 @@ __all__ = ["Workers"]
 
 log = structlog.get_logger()
 
-START = """
-import sys
-root = sys.argv.pop(1)
-if root not in sys.path:
-    sys.path.insert(0, root)
-from {} import main
-main()
-"""
 # Nothing else of the peer's environment: a token may stand there.
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "LANG", "LC_ALL", "TMPDIR")
 SINGLE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1") | {
@@ -69,11 +59,9 @@ def launch(
     `main` is told the number of this process and of `far`, and then `arguments`. `far` is its end of a channel, and is closed here,
     whatever comes of it.
     """
-    root = str(Path(meshcee.__file__).parents[1])
     with far:
-        told = (root, str(os.getpid()), str(far.fileno()), *arguments)
         return subprocess.Popen(
-            [sys.executable, "-P", "-c", START.format(module), *told],
+            [*own_python(module), str(os.getpid()), str(far.fileno()), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
