@@ -359,7 +359,7 @@ async def test_what_a_process_cannot_give_up_is_said(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_process_that_does_not_start_is_an_error_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peers.device.worker.workers.START", "raise SystemExit('no room\\x1b here')  # not {}")
+    monkeypatch.setattr("peers.device.this_host.START", "raise SystemExit('no room\\x1b here')  # not {}")
     async with MemoryNetwork().transport("p0") as transport, DeviceProcess("cpu", Graphs(Limits())) as device:
         with pytest.raises(PlanError, match=r"device ended with status 1: no room\? here"):
             await begin(device, transport)
