@@ -219,15 +219,16 @@ try:
 except GraphError:
     refused = True
 seconds = time.process_time() - began_s
-print(json.dumps([refused, grown(), seconds, sorted(set(sys.modules) - modules)]))
+print(json.dumps([refused, grown(), seconds, sorted(set(sys.modules) - modules), "torch._dynamo.eval_frame" in sys.modules]))
 """
     for name, expected in (("bad", True), ("good", False)):
         command = [sys.executable, "-c", script, str(tmp_path / name)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
         assert done.returncode == 0, done.stderr
-        refused, grown, seconds, imported = json.loads(done.stdout.splitlines()[-1])
+        refused, grown, seconds, imported, compiler = json.loads(done.stdout.splitlines()[-1])
         assert refused is expected
         assert imported == []
+        assert not compiler
         assert grown < 10 << 20
         assert seconds < 1
 

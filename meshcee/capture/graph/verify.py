@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 import math
+import sys
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,10 +45,37 @@ class NodeRefused(GraphError):
 
 
 def prepare() -> None:
-    """Import what kernels for the meta device and torch's optimizers import on first use: 80 MiB of modules, in seconds.
-    A process that will read strangers' graphs calls this function before the first graph comes."""
-    importlib.import_module("torch._dynamo")
+    """Import what kernels for the meta device import on first use. A process that will read strangers' graphs calls this function
+    before the first graph comes.
+
+    Torch would import its compiler, too, 35 MiB in a second, when the first mode or optimizer asks that it be left out of the
+    compiler's sight. Nothing is compiled in such a process, so a stand-in answers those requests.
+    """
+    sys.modules.setdefault(_Uncompiled.NAME, _Uncompiled(_Uncompiled.NAME))
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
     teach_shapes()
+
+
+class _Uncompiled(types.ModuleType):
+    """In the place of `torch._dynamo` where nothing is compiled. Whoever asks for more than is here gets the real module."""
+
+    NAME = "torch._dynamo"
+
+    @staticmethod
+    def disable(function: Any, recursive: bool = True, **_: Any) -> Any:
+        """The function, which no compiler sees in any case."""
+        return function
+
+    @staticmethod
+    def graph_break() -> None:
+        """Nothing: there is no graph."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        if sys.modules.get(self.NAME) is self:
+            del sys.modules[self.NAME]
+        return getattr(importlib.import_module(self.NAME), name)
 
 
 def verify_program(program: Program) -> None:
