@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -85,8 +85,8 @@ class Steering:
             call()
 
     def begin(self, captured: Capture) -> None:
-        """Before the first step: callbacks may not change what the model and the loss compute with any more."""
-        if self.listeners.may_change:
+        """Before the first step: what runs between steps may not change what the model and the loss compute with any more."""
+        if self.listeners.may_change or _runs_users_code(self._job):
             written = {entry.name for entry in captured.train.inputs if entry.mutated}
             self.listeners.unchanged = Unchanged(self._job, written)
 
@@ -157,6 +157,8 @@ class Feed:
         for step in range(self.start, self._job.steps):
             yield Round(number, step, self._weights(step), self.steering.options(step))
             number += 1
+            if self.steering.listeners.unchanged is not None:
+                self.steering.listeners.unchanged()
             if self.evaluates_after(step):
                 yield self._evaluation(number, step)
                 number += 1
@@ -308,6 +310,19 @@ class Feed:
         if any(own) and not total > 0:
             raise UsageError(f"the weights of step {step + 1} add up to {total}; Job.weight gives no number below 0")
         return tuple(shares_of(own))
+
+
+def _runs_users_code(job: Job) -> bool:
+    """Whether anything of the user's runs beside the model and the loss, in this process, while steps follow one another."""
+    schedule = job.schedule.options.values() if job.schedule is not None else ()
+    reads_here = not job.workers and not isinstance(job.data, At | list | tuple)
+    return reads_here or job.collate is not None or job.weight is not None or any(map(callable, _items(schedule)))
+
+
+def _items(values: Iterable[Any]) -> Iterator[Any]:
+    """These, and what lists among them hold."""
+    for value in values:
+        yield from value if isinstance(value, list | tuple) else (value,)
 
 
 def _rows_of(batch: tuple[Any, Any], rows: tuple[int, int] | None) -> tuple[Any, Any]:

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import array
 import contextvars
+import ctypes
+import datetime
+import decimal
+import functools
+import io
 import itertools
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -132,6 +139,70 @@ def of_context() -> Counter:
     return count
 
 
+def of(start: Any, add: Callable[[Any], Any], read: Callable[[Any], Any]) -> Callable[[], Counter]:
+    """A counter that puts another value in the place of the last, or writes into it."""
+
+    def make() -> Counter:
+        held = [start()]
+
+        def count() -> int:
+            if (added := add(held[0])) is not None:
+                held[0] = added
+            return int(read(held[0]))
+
+        return count
+
+    return make
+
+
+def of_partial() -> Counter:
+    def count(held: list[int]) -> int:
+        held[0] += 1
+        return held[0]
+
+    return functools.partial(count, [0])
+
+
+def of_method() -> Counter:
+    held: list[int] = []
+    add = held.append
+
+    def count() -> int:
+        add(1)
+        return len(add.__self__)  # type: ignore[attr-defined]
+
+    return count
+
+
+BYTES: Changed = (Remembered, "hash(bytes(held))", "0")
+SET: Changed = (Remembered, "(len(value), hash(frozenset(value)))", "0")
+BUILT: Changed = (Remembered, "self._visit(place, built[1:3], depth, line)", "pass")
+OF_C: dict[str, tuple[Callable[[], Counter], Changed]] = {
+    "NumPy's integer": (of(lambda: np.int64(0), lambda n: n + np.int64(1), int), BYTES),
+    "NumPy's float": (of(lambda: np.float32(0), lambda n: n + np.float32(1), int), BYTES),
+    "a record": (
+        of(lambda: np.zeros(1, [("n", "i8")])[0], lambda n: n.__setitem__("n", n["n"] + 1), lambda n: n["n"]),
+        BYTES,
+    ),
+    "Decimal": (of(lambda: decimal.Decimal(0), lambda n: n + 1, int), BUILT),
+    "a range": (of(lambda: range(0), lambda n: range(len(n) + 1), len), BUILT),
+    "a slice": (of(lambda: slice(0), lambda n: slice(n.stop + 1), lambda n: n.stop), BUILT),
+    "a span of time": (of(datetime.timedelta, lambda n: n + datetime.timedelta(1), lambda n: n.days), BUILT),
+    "text in memory": (of(io.StringIO, lambda n: n.write("a") and None, lambda n: n.tell()), BUILT),
+    "C's integer": (of(ctypes.c_int, lambda n: setattr(n, "value", n.value + 1), lambda n: n.value), BYTES),
+    "a view of bytes": (
+        of(lambda: memoryview(bytearray(1)), lambda n: n.__setitem__(0, n[0] + 1), lambda n: n[0]),
+        BYTES,
+    ),
+    "a set": (of(set, lambda n: n.add(len(n)), len), SET),
+    "a set that cannot be changed": (
+        of(frozenset, lambda n: n | {len(n)}, len),
+        (Remembered, "set | frozenset", "set"),
+    ),
+    "a partial": (of_partial, BUILT),
+    "a method of a list": (of_method, BUILT),
+}
+
 COUNTERS: dict[Callable[[], Counter], Changed | None] = {
     of_class: (Remembered, "self._class(value, depth)", "pass"),
     of_slots: (Remembered, "[*held.items(), *slots.items()]", "held.items()"),
@@ -141,8 +212,8 @@ COUNTERS: dict[Callable[[], Counter], Changed | None] = {
     of_list: None,
     of_cycle: None,
     of_zip: None,
-    of_array: (Remembered, "bytearray | array.array", "bytearray"),
-    of_bytes: (Remembered, "bytearray | array.array", "array.array"),
+    of_array: BYTES,
+    of_bytes: BYTES,
     of_context: (Remembered, "value.get(None)", "None"),
 }
 
@@ -167,6 +238,39 @@ def test_a_loss_that_counts_its_calls_is_refused(make: Callable[[], Counter]) ->
     if (mend := COUNTERS[make]) is not None:
         with changed(*mend):
             assert breaks(story)
+
+
+@pytest.mark.parametrize("kind", OF_C)
+def test_a_loss_that_counts_in_objects_of_c_is_refused(kind: str) -> None:
+    make, mend = OF_C[kind]
+
+    def story() -> None:
+        count = make()
+
+        def late(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.mse_loss(out, y) * (2.0 if count() > LATE else 1.0)
+
+        with pytest.raises(CaptureError, match=r"the loss late changes .* in every call"):
+            capture(job_of(net(), loss=late))
+
+    story()
+    with changed(*mend):
+        assert breaks(story)
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_a_hook_that_counts_its_calls_is_refused(register: str) -> None:
+    calls = [0]
+
+    def late(module: nn.Module, given: tuple[torch.Tensor, ...], *out: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        (found,) = out or given
+        return found * (2.0 if calls[0] > LATE else 1.0)
+
+    model = net()
+    getattr(model[1], register)(late)
+    with pytest.raises(CaptureError, match=r"forward changes .*'calls' in the closure of late.* in every call"):
+        capture(job_of(model))
 
 
 class Anneals(nn.Module):

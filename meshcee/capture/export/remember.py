@@ -8,8 +8,8 @@ one moves it.
 
 from __future__ import annotations
 
-import array
 import collections
+import contextlib
 import contextvars
 import dis
 import enum
@@ -33,6 +33,7 @@ __all__ = ["Remembered"]
 _DEPTH, _MOST = 6, 50_000
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"})
 _NOT_STATE = frozenset({"torch", "logging", "builtins", "functools", "meshcee", "_pytest"})
+_OF_C = frozenset({*sys.stdlib_module_names, "numpy"})
 _SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
@@ -87,10 +88,14 @@ class Remembered:
                 holder.cell_contents = copy
             elif isinstance(holder, tuple):
                 holder[0][holder[1]] = copy
-            elif isinstance(holder, list | collections.deque):
+            elif isinstance(holder, list | collections.deque | bytearray):
                 if len(holder) != len(copy) or any(a is not b for a, b in zip(holder, copy)):
                     holder.clear()
                     holder.extend(copy)
+            elif isinstance(holder, set):
+                if holder != copy:
+                    holder.clear()
+                    holder.update(copy)
             elif isinstance(holder, torch.Tensor):
                 if not torch.equal(holder, copy):
                     holder.detach().copy_(copy)
@@ -119,6 +124,8 @@ class Remembered:
                 place = f"attribute {key!r} of {f'module {name!r}' if name else 'the model'}"
                 self.owners[place] = id(module), key
                 self._visit(place, value, 1, self._line(code, key))
+        for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values()):
+            self._visit(f"a hook of {f'module {name!r}' if name else 'the model'}", hook, 1, "")
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 self.values[f"requires_grad of {f'{name}.{key}'.lstrip('.')!r}"] = parameter.requires_grad
@@ -179,13 +186,15 @@ class Remembered:
             self._holders.append((value, dict(value)))
             for key, item in list(value.items())[:1000]:
                 self._visit(f"[{key!r:.40}] of {place}", item, depth + 1, line)
+        elif isinstance(value, set | frozenset):
+            self.values[place] = (len(value), hash(frozenset(value)))
+            if isinstance(value, set):
+                self._holders.append((value, set(value)))
         elif isinstance(value, types.MethodType):
             self._visit(place, value.__self__, depth, line)
             self._visit(place, value.__func__, depth, line)
         elif isinstance(value, types.FunctionType):
             self._function(value, depth)
-        elif isinstance(value, bytearray | array.array):
-            self.values[place] = (hash(bytes(value)),)
         elif isinstance(value, contextvars.ContextVar):
             self._visit(place, value.get(None), depth, line)
         elif isinstance(value, functools._lru_cache_wrapper):
@@ -198,8 +207,11 @@ class Remembered:
             self._class(value, depth)
         elif isinstance(value, Iterator) and not hasattr(value, "__dict__") and not _slots(type(value)):
             self.values[place] = _Unseen()
-        elif not isinstance(value, types.ModuleType) and type(value).__module__.split(".")[0] not in _NOT_STATE:
-            self._object(place, value, depth, line)
+        elif not isinstance(value, types.ModuleType):
+            if _root(value) not in _NOT_STATE:
+                self._object(place, value, depth, line)
+            if _root(value) in _OF_C:
+                self._built(place, value, depth, line)
 
     def _object(self, place: str, value: Any, depth: int, line: str) -> None:
         """Of a class that may be the user's: what its attributes hold, and its slots."""
@@ -213,6 +225,18 @@ class Remembered:
         self._class(type(value), depth)
         for key, item in [*held.items(), *slots.items()]:
             self._visit(f"attribute {key!r} of {place}", item, depth + 1, line or self._line(_called(value), key))
+
+    def _built(self, place: str, value: Any, depth: int, line: str) -> None:
+        """Of an object of C: its bytes; else what it would be built of again, as a date or a range would."""
+        try:
+            held = memoryview(value)
+        except TypeError:
+            with contextlib.suppress(Exception):  # what cannot be built again says so in its own way
+                built = value.__reduce_ex__(2)
+                if isinstance(built, tuple):
+                    self._visit(place, built[1:3], depth, line)
+        else:
+            self.values[place] = (held.nbytes, hash(bytes(held)) if held.nbytes < 1 << 20 else 0)
 
     def _class(self, kind: type, depth: int) -> None:
         """What the classes of the user's hold that this one is made of."""
@@ -270,6 +294,11 @@ class Remembered:
         for name, module in modules.items():  # last, as they may lead back to here
             if vars(module) is not space:
                 self._space(code, vars(module), f"{words}{name}.", depth + 1)
+
+
+def _root(value: Any) -> str:
+    """The package of its class."""
+    return type(value).__module__.split(".")[0]
 
 
 def _is_foreign(code: types.CodeType | str | None) -> bool:
