@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshcee.errors import UsageError
-from meshcee.files.tensor_files import Checkpoint
+from meshcee.files.tensor_files import LINE_BYTES, Checkpoint, memory_at
 from meshcee.job import WEIGHS_NOTHING, At, Job, seeded, shares_of
 from meshcee.sampling import collated, source_of
 
@@ -246,9 +246,18 @@ def give_memory(model: nn.Module) -> None:
             continue
         own = tensor.untyped_storage()
         if own._cdata not in given:
-            given[own._cdata] = own.clone()  # type: ignore[no-untyped-call]
+            given[own._cdata] = _cloned(own)
         made: Any = torch.empty(0, dtype=tensor.dtype)
         tensor.data = made.set_(given[own._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _cloned(own: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A copy of this memory that begins as it does: a mapped file's weights lie where kernels round in another way."""
+    if own.device.type != "cpu" or not own.data_ptr() % LINE_BYTES:
+        return own.clone()  # type: ignore[no-untyped-call,no-any-return]
+    made = memory_at(own.nbytes(), own.data_ptr() % LINE_BYTES).untyped_storage()
+    made.copy_(own)
+    return made
 
 
 def _tensors_of(model: nn.Module) -> list[torch.Tensor]:

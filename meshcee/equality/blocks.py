@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from meshcee.capture import Capture
-from meshcee.capture.graph import Program, StageSpec, copied, resolve
+from meshcee.capture.graph import Program, StageSpec, resolve
 from meshcee.eager import compute_in_full, outermost, put_others
 from meshcee.equality.recorder import memory_of, tensors_in
 from meshcee.equality.watch import digest
-from meshcee.files.tensor_files import laid_out
+from meshcee.files.tensor_files import copied, offset_of, placed
 
 __all__ = ["Blocks", "Weights", "entries", "stand_in", "without_saving"]
 
@@ -61,11 +61,11 @@ def stand_in(model: nn.Module, halves: bool, keep_fp32: Sequence[str], real: Map
         rounds = halves and tensor.is_floating_point() and id(tensor) not in full
         wanted = torch.bfloat16 if rounds else tensor.dtype
         if (name := first[id(tensor)]) in real:
-            return laid_out(real[name].to(wanted), tensor.stride())
+            return placed(real[name].to(wanted), tensor.stride(), offset_of(tensor))
         if isinstance(tensor, FakeTensor) or tensor.nbytes >= SMALL_BYTES:
             with fakes:
                 return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=wanted)
-        return tensor.detach().to(wanted, copy=True)
+        return copied(tensor.detach()) if tensor.dtype == wanted else tensor.detach().to(wanted)
 
     put_others(model, other)
     compute_in_full(kept)
@@ -97,6 +97,7 @@ class Weights(TorchFunctionMode):
         named = {id(t): (captured.aliases.get(n, n), t) for n, t in entries(model)}
         self._names = {key: name for key, (name, t) in named.items() if isinstance(t, FakeTensor)}
         self._own = dict(named.values())
+        self._offsets = {entry.name: entry.offset for entry in captured.train.inputs}
         self._held: OrderedDict[str, tuple[torch.Tensor, int]] = OrderedDict()  # and its version when it was made
         self._bytes = 0
         self._anchor = torch.zeros((), requires_grad=True)
@@ -118,7 +119,7 @@ class Weights(TorchFunctionMode):
             self._make_room(own.nbytes)
             with torch.inference_mode(mode=False):
                 with torch.no_grad():
-                    value = laid_out(self._captured.state[name].detach().to(own.dtype), own.stride())
+                    value = placed(self._captured.state[name].detach().to(own.dtype), own.stride(), self._offsets[name])
                 with torch.enable_grad():
                     value = self._tracked(value) if own.requires_grad else value
             self._held[name] = value, value._version
@@ -225,11 +226,11 @@ class Blocks:
             if entry.kind == "raw":
                 values[number] = self._raw[entry.name]
             elif entry.data is not None:
-                values[number] = entry.laid_out(entry.data)
+                values[number] = entry.placed(entry.data)
             elif entry.name in self._written:
                 values[number] = self._written[entry.name]
             else:
-                values[number] = entry.laid_out(self._weights.take(entry.name))
+                values[number] = entry.placed(self._weights.take(entry.name))
         return values
 
     def _send(self, spec: StageSpec, values: Mapping[int, Any]) -> None:

@@ -46,6 +46,7 @@ from meshcee.equality.sizes import Cut, machine_flops_per_s
 from meshcee.equality.watch import Slot, Watch, digest
 from meshcee.errors import MeshceeError, NonFiniteLossError, UnequalError, UsageError
 from meshcee.files import large_apart, limits
+from meshcee.files.tensor_files import copied
 from meshcee.job import Job, seed_of
 from meshcee.optim import Optimizer
 from meshcee.sampling import GENERATORS, Source, batched, call_model, inputs_of, probes, rebuild, source_of
@@ -314,7 +315,7 @@ class _Net:
         finest = tuple((b, b + 1) for b in range(self.captured.train.num_blocks))
         seen: list[Mapping[str, Slot]] = [self.ready]
         for cuts in [self.cuts, [finest]] if backward else [self.cuts]:
-            state = {name: t.clone() if name in self.cloned else t for name, t in self._state().items()}
+            state = {name: copied(t) if name in self.cloned else t for name, t in self._state().items()}
             theirs = self._eager()
             for cut in cuts:
                 difference = self._difference(theirs, self._captured(state, seen[-1], cut))
@@ -330,7 +331,7 @@ class _Net:
         """The forward pass alone, of a model that does not fit. False where its code wants its tensors as they are."""
         assert self.weights is not None
         self._draw(size, backward=False)
-        state = {name: t.clone() for name, t in self._state().items() if name in self.cloned}
+        state = {name: copied(t) for name, t in self._state().items() if name in self.cloned}
         torch.manual_seed(seed_of(self.job.seed, 0, 0))
         ours = Blocks(self.captured.train, self.captured.inputs_of(self.batch), self.weights, state)
         failed: list[Exception] = []
@@ -420,7 +421,7 @@ class _Net:
 
     def _forward(self, recorder: Recorder | None = None) -> torch.Tensor:
         x, y = self.batch
-        tensors = {n: t.clone() for n, t in self.captured.inputs_of(self.batch).items()}  # forward may write there
+        tensors = {n: copied(t) for n, t in self.captured.inputs_of(self.batch).items()}  # forward may write there
         if self.job.precision == "bf16":
             tensors = {
                 n: t.bfloat16() if n.split(".")[0] == "x" and t.is_floating_point() else t for n, t in tensors.items()
@@ -627,11 +628,10 @@ class _Net:
                 inputs.append(raw[entry.name])
             elif entry.kind == "constant":
                 assert entry.data is not None
-                inputs.append(entry.data)
+                inputs.append(entry.placed(entry.data))
             else:
-                inputs.append(
-                    state[entry.name].to(entry.value.dtype or torch.float32).clone().requires_grad_(entry.trainable)
-                )
+                given = state[entry.name].to(entry.value.dtype or torch.float32)
+                inputs.append(entry.placed(given, copy=True).requires_grad_(entry.trainable))
         torch.manual_seed(seed_of(self.job.seed, 0, 0))
         return values_of(program, inputs)
 

@@ -6,7 +6,7 @@ owner's disk before anybody computes on them, and stay until no checkpoint is le
 
     fed/step-00000040.safetensors     "0/x", "0/y", "1/x", ...: the raw inputs of each micro-batch
 
-Kernels round by strides, too, so the file's metadata has those of each tensor that is not contiguous.
+Kernels round by strides, too, and by where memory begins. The file's metadata has both of each tensor where they are not usual.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from meshcee.errors import UsageError
 from meshcee.files import disk
 from meshcee.files.strict_json import dumps, loads
-from meshcee.files.tensor_files import laid_out
+from meshcee.files.tensor_files import offset_of, placed
 from meshcee.sampling.again import MOST_BYTES
 
 __all__ = ["Fed"]
@@ -104,8 +104,8 @@ class Fed:
             strides = loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
             for name, tensor in tensors.items():
                 micro, _, own = name.partition("/")
-                if name in strides:
-                    tensor = laid_out(tensor, loads(strides[name]))
+                lies, offset = loads(strides[name]) if name in strides else (tensor.stride(), 0)
+                tensor = placed(tensor, lies, offset)
                 found.setdefault(int(micro), {})[own] = tensor
             return [found[micro] for micro in range(len(found))]
         except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
@@ -117,11 +117,10 @@ class Fed:
         # Cloned: of one sample inputs may share memory, which the format refuses.
         given = {f"{m}/{name}": tensor for m, raw in enumerate(batches) for name, tensor in raw.items()}
         tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in given.items()}
-        strides = {
-            name: dumps(tensor.stride()) for name, tensor in given.items() if tensor.stride() != tensors[name].stride()
-        }
+        lies = {name: (tensor.stride(), offset_of(tensor)) for name, tensor in given.items()}
+        told = {name: dumps(own) for name, own in lies.items() if own != (tensors[name].stride(), 0)}
         try:
-            data = safetensors.torch.save(tensors, strides)
+            data = safetensors.torch.save(tensors, told)
             if len(data) > self._most_bytes:
                 raise ValueError(f"it has {len(data)} bytes, and at most {self._most_bytes} are kept of all steps")
             self._make_room(step, len(data))

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from meshcee.errors import UsageError
+from meshcee.files.tensor_files import copied
 from meshcee.user_code import calling
 
 __all__ = [
@@ -124,28 +125,28 @@ def collated(
 _NEVER_CHANGED = {str, bytes, int, float, bool, type(None)}
 
 
-def _copy_of(value: Any, copied: dict[int, Any]) -> Any:
-    """Through plain trees: deepcopy would copy what a whole tensor lies in, of which a sample is a view. `copied`: by id."""
+def _copy_of(value: Any, known: dict[int, Any]) -> Any:
+    """Through plain trees: deepcopy would copy what a whole tensor lies in, of which a sample is a view. `known`: by id."""
     if type(value) in _NEVER_CHANGED:
         return value
-    if id(value) in copied:
-        return copied[id(value)]
+    if id(value) in known:
+        return known[id(value)]
     if isinstance(value, torch.Tensor):
-        found: Any = value.detach().clone().requires_grad_(value.requires_grad)
+        found: Any = copied(value.detach()).requires_grad_(value.requires_grad)
     elif type(value) is dict:
-        found = {key: _copy_of(one, copied) for key, one in value.items()}
+        found = {key: _copy_of(one, known) for key, one in value.items()}
     elif type(value) in (list, tuple):
-        found = type(value)([_copy_of(one, copied) for one in value])
+        found = type(value)([_copy_of(one, known) for one in value])
     else:
         inside = value.values() if isinstance(value, dict) else value if isinstance(value, tuple | list) else ()
         for one in (*inside, *getattr(value, "__dict__", {}).values()):
             if isinstance(one, torch.Tensor):
-                _copy_of(one, copied)
+                _copy_of(one, known)
         try:
-            found = copy.deepcopy(value, copied)
-        except Exception:  # what cannot be copied, as an open file: collate has it itself
+            found = copy.deepcopy(value, known)
+        except Exception:  # what cannot be known, as an open file: collate has it itself
             found = value
-    copied[id(value)] = found
+    known[id(value)] = found
     return found
 
 

@@ -103,6 +103,6 @@ class Remade:
         entry = self._inputs[number]
         if entry.kind == "constant":
             assert entry.data is not None
-            return entry.laid_out(entry.data.to(self._device))
+            return entry.placed(entry.data.to(self._device))
         held = self._weights.parameters if entry.kind == "parameter" else self._weights.buffers
         return held[entry.name].detach()

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from meshcee.capture.graph import StageSpec, Value, copied, moved, unfolded
+from meshcee.capture.graph import StageSpec, Value, moved, unfolded
 from meshcee.errors import ProtocolError
+from meshcee.files.tensor_files import copied
 from meshcee.optim import Optimizer
 from meshcee.sampling import GENERATORS
 from meshcee.stage.deferred import Deferral, Tape, Template

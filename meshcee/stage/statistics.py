@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshcee.capture.graph import Node, Ref, StageSpec, Value, copied, is_random
+from meshcee.capture.graph import Node, Ref, StageSpec, Value, is_random
+from meshcee.files.tensor_files import copied
 
 __all__ = ["BatchStatistics", "why_not_folded"]
 

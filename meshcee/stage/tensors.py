@@ -23,7 +23,7 @@ import torch
 from meshcee.capture.graph import canonical, contiguous, dense, unexpanded
 from meshcee.codec import Codec, codec_of, is_coded
 from meshcee.errors import ProtocolError
-from meshcee.files.tensor_files import laid_out
+from meshcee.files.tensor_files import LINE_BYTES, laid_out, offset_of, placed
 
 __all__ = ["Bring", "Encode", "Expected", "Value", "pack", "unpack"]
 
@@ -132,8 +132,9 @@ def _pack_coded(tensor: torch.Tensor, codec: str, payload: torch.Tensor) -> tupl
 
 
 def _said(tensor: torch.Tensor, strides: tuple[int, ...]) -> list[Any]:
-    """What an entry says of strides: nothing where they are those of a contiguous tensor."""
-    return [] if strides == contiguous(tensor.shape) else [list(strides)]
+    """How it lies in memory: nothing of strides where they are those of a contiguous tensor, nor of an offset of 0."""
+    offset = offset_of(tensor)
+    return [list(strides)] * (strides != contiguous(tensor.shape)) + [offset] * (offset > 0)
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,7 @@ class _Checked:
     shape: list[int]
     strides: list[int] | None = None
     codec: Codec | None = None
+    offset: int = 0  # `offset_of`
 
     @property
     def own_shape(self) -> tuple[int, ...]:
@@ -169,8 +171,8 @@ def _check(entry: Any, codecs: Sequence[Codec]) -> _Checked | None:
     """The tensor that an entry describes, or None for a number; refuses everything else."""
     if entry is None or isinstance(entry, (bool, int, float)):
         return None
-    if not isinstance(entry, list) or len(entry) not in (2, 3, 4):
-        raise ProtocolError("a tensor's meta must be [dtype, shape], and then a codec, strides or both")
+    if not isinstance(entry, list) or not 2 <= len(entry) <= 5:
+        raise ProtocolError("a tensor's meta must be [dtype, shape], and then, if any, a codec, strides and an offset")
     name, shape = entry[0], entry[1]
     if not isinstance(name, str) or name not in _DTYPES:
         raise ProtocolError(f"a tensor's dtype {str(name)[:40]!r} is unknown")
@@ -183,17 +185,20 @@ def _check(entry: Any, codecs: Sequence[Codec]) -> _Checked | None:
     dtype = _DTYPES[name]
     if len(entry) == 2:
         return _Checked(dtype, shape)
-    codec, strides = (entry[2], entry[3:]) if isinstance(entry[2], str) else (None, entry[2:])
+    rest = entry[2:]
+    codec = rest.pop(0) if isinstance(rest[0], str) else None
+    strides = rest.pop(0) if rest and isinstance(rest[0], list) else None
+    offset = rest.pop(0) if rest else 0
     known = next((each for each in codecs if each.name == codec), None)
     if codec is not None and (known is None or not is_coded(dtype)):
         raise ProtocolError(f"a tensor of {dtype} came by codec {codec[:40]!r}, which the plan does not allow")
-    if len(strides) > 1:
-        raise ProtocolError("a tensor's meta says strides twice")
-    return _Checked(dtype, shape, _checked_strides(shape, strides[0]) if strides else None, known)
+    if rest or type(offset) is not int or not 0 <= offset < LINE_BYTES or offset % dtype.itemsize:
+        raise ProtocolError("a tensor's meta says more than a codec, strides and an offset, or an offset that is none")
+    return _Checked(dtype, shape, None if strides is None else _checked_strides(shape, strides), known, offset)
 
 
-def _checked_strides(shape: list[int], strides: Any) -> list[int]:
-    if not isinstance(strides, list) or len(strides) != len(shape):
+def _checked_strides(shape: list[int], strides: list[Any]) -> list[int]:
+    if len(strides) != len(shape):
         raise ProtocolError("a tensor's strides must be a list, one for each dimension")
     if not all(type(stride) is int and 0 <= stride <= _MAX_ELEMENTS for stride in strides):
         raise ProtocolError("a tensor's strides have one that is not a sensible number")
@@ -225,6 +230,6 @@ def _build(
         flat = bring(flat)
     strides = tensor.strides or contiguous(tensor.shape)
     if tensor.codec is not None:
-        return laid_out(tensor.codec.decode(flat, tensor.dtype, tensor.shape), strides)
+        return placed(tensor.codec.decode(flat, tensor.dtype, tensor.shape), strides, tensor.offset)
     packed = flat.as_strided(tensor.shape, dense(tensor.own_shape, strides))
-    return laid_out(packed, strides)
+    return placed(packed, strides, tensor.offset)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from meshcee.capture.graph import Input, copied
-from meshcee.files.tensor_files import Layout
+from meshcee.capture.graph import Input
+from meshcee.files.tensor_files import Layout, copied
 from meshcee.optim import Optimizer
 
 __all__ = ["AVERAGE", "Weights", "first_moments", "optimizer_layout"]
@@ -45,12 +45,14 @@ class Weights:
 
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.masters: dict[str, torch.nn.Parameter] = {}
-        self.buffers = {n: copied(full_of(n).to(entries[n].value.dtype)) for n in buffers}
+        self.buffers = {n: entries[n].placed(full_of(n).to(entries[n].value.dtype), copy=True) for n in buffers}
         chosen = frozenset(trainable)
         for name in parameters:
             full = full_of(name)
             compute = full.to(entries[name].value.dtype)
-            self.parameters[name] = torch.nn.Parameter(copied(compute), requires_grad=name in chosen)
+            self.parameters[name] = torch.nn.Parameter(
+                entries[name].placed(compute, copy=True), requires_grad=name in chosen
+            )
             if name in chosen:
                 same = compute.dtype == full.dtype
                 self.masters[name] = self.parameters[name] if same else torch.nn.Parameter(copied(full))

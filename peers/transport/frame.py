@@ -58,6 +58,7 @@ HEAD_BYTES = 1024  # that a stream holds for packing heads, more where one is lo
 MAX_KIND_CHARS = 64
 _SCRATCH_BYTES = 128 * 1024  # what one read may take while no payload is being filled: a frame of 64 KiB comes whole
 _MANY_BYTES = 64 * 1024  # a payload of this size is worth the half microsecond that untouched memory costs
+_LINE_BYTES = 64
 
 
 @dataclass(slots=True)
@@ -377,10 +378,15 @@ class Decoder:
 
 
 def _memory(size: int) -> memoryview:
-    """Memory for a payload. numpy leaves it untouched, so that an announced payload costs nothing until it comes."""
+    """Memory for a payload. numpy leaves it untouched, so that an announced payload costs nothing until it comes.
+
+    It begins at a multiple of 64, as torch's does: tensors need not be copied then (`meshcee/stage/tensors.py`).
+    """
     if size < _MANY_BYTES:
         return memoryview(bytearray(size))
     try:
-        return np.empty(size, np.uint8).data
+        memory = np.empty(size + _LINE_BYTES, np.uint8)
+        first = -memory.ctypes.data % _LINE_BYTES
+        return memory[first : first + size].data
     except MemoryError as error:
         raise ProtocolError(f"a payload of {size} bytes is announced, which this peer cannot hold") from error

@@ -36,6 +36,7 @@ from meshcee.capture.graph import (
     without_out,
 )
 from meshcee.errors import CaptureError, GraphError, MeshceeError
+from meshcee.files.tensor_files import offset_of
 from meshcee.user_code import Place
 
 __all__ = ["EXAMPLES", "Exported", "export_module", "is_factory"]
@@ -155,12 +156,14 @@ class _Flattener:
             trainable = kind == "PARAMETER" and bool(held.requires_grad)
             persistent = kind == "PARAMETER" or bool(spec.persistent)
             value = dataclasses.replace(self._value(held, name), requires_grad=trainable)
-            made = Input(kind.lower(), value, trainable, persistent=persistent, strides=_strides(held))
+            offset = offset_of(self.exported.state_dict.get(spec.target, held))
+            strides = _strides(held)
+            made = Input(kind.lower(), value, trainable, persistent=persistent, strides=strides, offset=offset)
             self.by_name[name] = len(self.inputs)
         elif kind == "CONSTANT_TENSOR":
             given = self.exported.constants[spec.target].detach().resolve_conj().resolve_neg()
             value = self._value(given, f"c{len(self.inputs)}")
-            made = Input("constant", value, data=given.contiguous(), strides=_strides(given))
+            made = Input("constant", value, data=given.contiguous(), strides=_strides(given), offset=offset_of(given))
         else:
             raise CaptureError(f"the model has an input of kind {kind}, which cannot be sent to a peer")
         self.numbers[placeholder] = Ref(len(self.inputs))

@@ -12,7 +12,7 @@ from meshcee.capture.graph.program import Batch, Dim, Free, Input, Node, Program
 from meshcee.capture.graph.rows import Cut, divided
 from meshcee.capture.graph.same_work import alike, tied
 from meshcee.capture.graph.sizes import integer
-from meshcee.capture.graph.strides import canonical, contiguous, copied, dense, moved, unexpanded
+from meshcee.capture.graph.strides import canonical, contiguous, dense, moved, unexpanded
 from meshcee.capture.graph.verify import NodeRefused
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "analyse",
     "canonical",
     "contiguous",
-    "copied",
     "dense",
     "divided",
     "find_operator",

@@ -20,8 +20,9 @@ from torch import fx
 
 from meshcee.capture.graph.operators import Operator
 from meshcee.capture.graph.rules import checked_again
+from meshcee.capture.graph.strides import contiguous
 from meshcee.errors import GraphError, PlanError
-from meshcee.files.tensor_files import laid_out
+from meshcee.files.tensor_files import laid_out, placed
 
 __all__ = ["Batch", "Dim", "Free", "Input", "Node", "Program", "Ref", "StageSpec", "Value", "slice_program"]
 
@@ -141,6 +142,7 @@ class Input:
     persistent: bool = True  # part of the model's state_dict
     data: torch.Tensor | None = None  # of a constant
     strides: tuple[int, ...] = ()  # in memory, where they are not a contiguous tensor's (strides.py)
+    offset: int = 0  # where it begins in the memory of eager code (`offset_of`)
 
     @property
     def name(self) -> str:
@@ -149,6 +151,10 @@ class Input:
     def laid_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as it lies in the memory of eager code; it travels and is kept as a contiguous one."""
         return laid_out(tensor, self.strides) if self.strides else tensor.contiguous()
+
+    def placed(self, tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
+        """The same, and it begins as there."""
+        return placed(tensor, self.strides or contiguous(tensor.shape), self.offset, copy=copy)
 
 
 @dataclass(frozen=True)
@@ -342,7 +348,7 @@ class StageSpec:
                 made[number] = graph.placeholder(f"{kind}{i}")
         for i, (number, entry) in enumerate(by_kind["constant"]):
             assert entry.data is not None
-            root.register_buffer(f"constant{i}", entry.laid_out(entry.data.to(device)))
+            root.register_buffer(f"constant{i}", entry.placed(entry.data.to(device)))
             made[number] = graph.get_attr(f"constant{i}")
         enabled = True
         for number, node in self.nodes:

@@ -1,8 +1,9 @@
 """How a tensor lies in memory, as far as kernels care: the order of dimensions, gaps between rows, what is expanded.
 
 The idea: kernels round differently for rows with gaps, for a stride of two, for an expanded dimension, since another loop
-runs. How wide a gap is matters to none of them. So a tensor travels without its gaps, and where it arrives gets gaps
-again, narrow ones: the strides here called canonical.
+runs. A product of matrices rounds by whether rows begin at multiples of 16 bytes, too, and beyond that by no gap's width. So a
+tensor travels without its gaps, and where it arrives gets gaps again, the narrowest that leave rows so: the strides here called
+canonical. Where a tensor as a whole begins is told beside them (`offset_of`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import torch
 
 from meshcee.files.tensor_files import laid_out
 
-__all__ = ["canonical", "contiguous", "copied", "dense", "moved", "unexpanded"]
+__all__ = ["canonical", "contiguous", "dense", "moved", "unexpanded"]
 
-_GAP = 16  # elements: as much as a cache line of fp32, so that rows that were aligned stay so
-_MOST = 4  # times the elements: tensors with wider gaps in all travel without them
+_LINE = 16  # elements: at least 16 bytes, and a cache line of fp32
+_MOST = 16  # times the elements: tensors with wider gaps in all travel without them
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -30,7 +31,9 @@ def canonical(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
         return contiguous(shape)
     found, nominal, expected = list(strides), 1, 1
     for dim in _fast_first(shape, strides):
-        found[dim] = expected if strides[dim] == nominal else expected + min(expected, _GAP)
+        found[dim] = expected
+        if strides[dim] != nominal:  # no product of matrices looks at what lies between two numbers of one row
+            found[dim] += 1 if expected == 1 else (strides[dim] - expected - 1) % _LINE + 1
         nominal, expected = strides[dim] * shape[dim], found[dim] * shape[dim]
     return tuple(found) if expected <= _MOST * math.prod(shape) else contiguous(shape)
 
@@ -46,11 +49,6 @@ def dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
 def unexpanded(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
     """The shape of what has memory of its own: an expanded dimension has size 1."""
     return tuple(1 if stride == 0 and size else size for size, stride in zip(shape, strides))
-
-
-def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, gaps and all."""
-    return laid_out(tensor.clone(), tensor.stride())
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
