@@ -26,7 +26,6 @@ class Callback:
 
     waits: ClassVar[str] = "evaluations"
     needs_folder: ClassVar[bool] = False
-    passes_on: ClassVar[bool] = False  # a callback of meshcee's that calls code of the user's
 
     def on_begin(self, run: Control) -> None:
         """Before all else: raise UsageError for what this run lacks. `run.metrics` are those of its evaluations."""

@@ -31,14 +31,7 @@ class Listeners:
         self._callbacks, self._control = tuple(callbacks), control
         self._has_plan = self._is_over = False
         self._saved = -1  # the checkpoint that was told of last
-        # Raises UsageError where the user's code has changed the model or the loss.
-        self.unchanged: Callable[[], None] | None = None
         self.waits = max((one.waits for one in self._callbacks), key=ORDER.index, default="never")
-
-    @property
-    def may_change(self) -> bool:
-        """Whether any of them runs code of the user's, which may write into the model or the loss."""
-        return any(map(_is_users, self._callbacks))
 
     def event(self, name: str, *what: Any) -> Callable[[], None] | None:
         """Every callback hears of it, in order. The call raises UsageError where one of them fails."""
@@ -48,8 +41,6 @@ class Listeners:
             for one in heard:
                 with calling(f"{type(one).__name__}.{name}"):
                     getattr(one, name)(self._control, *what)
-            if self.unchanged is not None and name != "on_end" and any(map(_is_users, heard)):
-                self.unchanged()
 
         return call if heard else None
 
@@ -93,15 +84,10 @@ def _in_turn(calls: Iterable[Callable[[], None] | None]) -> Callable[[], None] |
     return call if found else None
 
 
-def _is_users(one: Callback) -> bool:
-    return one.passes_on or type(one).__module__.partition(".")[0] not in ("meshcee", "peers")
-
-
 class _Each(Callback):
     """A function that hears of every step."""
 
     waits = "never"
-    passes_on = True
 
     def __init__(self, call: Callable[[Control, Any], object]) -> None:
         self._call = call

@@ -116,7 +116,6 @@ class Bridge(Callback):
     """Of one `train()`. `state` and `control` are the library's own, which callbacks read and write."""
 
     waits: ClassVar[str] = "evaluations"
-    passes_on: ClassVar[bool] = True
 
     def __init__(
         self,

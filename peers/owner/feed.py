@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -47,6 +48,7 @@ __all__ = ["EVERY_S", "Feed", "Portion", "Stalls", "Steering"]
 
 log = structlog.get_logger()
 
+LOOKS_EVERY = 50  # times as long as it takes to look at what the user's code may change
 MOST_FED = 2  # steps that are under way before the one that is read
 
 
@@ -67,6 +69,8 @@ class Steering:
         self.listeners = Listeners(callbacks, self.control)
         self._job = job
         self.source = source_of(job)
+        self._unchanged: Callable[[], None] | None = None
+        self._looks_at_s = 0.0
         self.readers: Readers | None = None
         self.supplier: Supplier | None = None
         if isinstance(job.data, At):
@@ -86,9 +90,17 @@ class Steering:
 
     def begin(self, captured: Capture) -> None:
         """Before the first step: what runs between steps may not change what the model and the loss compute with any more."""
-        if self.listeners.may_change or _runs_users_code(self._job):
-            written = {entry.name for entry in captured.train.inputs if entry.mutated}
-            self.listeners.unchanged = Unchanged(self._job, written)
+        written = {entry.name for entry in captured.train.inputs if entry.mutated}
+        self._unchanged = Unchanged(self._job, written)
+
+    def look(self, last: bool = False) -> None:
+        """Between two steps: UsageError if the user's code, whichever it was, has changed what the model and the loss compute with.
+        Takes little of the time, but looks behind the last step."""
+        began_s = time.monotonic()
+        if self._unchanged is not None and (last or began_s >= self._looks_at_s):
+            self._unchanged()
+            now_s = time.monotonic()
+            self._looks_at_s = now_s + LOOKS_EVERY * (now_s - began_s)
 
     async def meet(
         self, agent: MeshView, members: Collection[str], how_to_go_on: Callable[[JoinError, str], str]
@@ -157,11 +169,11 @@ class Feed:
         for step in range(self.start, self._job.steps):
             yield Round(number, step, self._weights(step), self.steering.options(step))
             number += 1
-            if self.steering.listeners.unchanged is not None:
-                self.steering.listeners.unchanged()
+            self.steering.look()
             if self.evaluates_after(step):
                 yield self._evaluation(number, step)
                 number += 1
+        self.steering.look(last=True)
 
     def _evaluation(self, number: int, step: int) -> Round:
         samples = len(self._job.eval_data)
@@ -310,19 +322,6 @@ class Feed:
         if any(own) and not total > 0:
             raise UsageError(f"the weights of step {step + 1} add up to {total}; Job.weight gives no number below 0")
         return tuple(shares_of(own))
-
-
-def _runs_users_code(job: Job) -> bool:
-    """Whether anything of the user's runs beside the model and the loss, in this process, while steps follow one another."""
-    schedule = job.schedule.options.values() if job.schedule is not None else ()
-    reads_here = not job.workers and not isinstance(job.data, At | list | tuple)
-    return reads_here or job.collate is not None or job.weight is not None or any(map(callable, _items(schedule)))
-
-
-def _items(values: Iterable[Any]) -> Iterator[Any]:
-    """These, and what lists among them hold."""
-    for value in values:
-        yield from value if isinstance(value, list | tuple) else (value,)
 
 
 def _rows_of(batch: tuple[Any, Any], rows: tuple[int, int] | None) -> tuple[Any, Any]:

@@ -13,10 +13,12 @@ import pytest
 import structlog
 import torch
 from torch import nn
+from torch.utils.data import default_collate
 
 import meshcee
-from meshcee.callbacks import Callback, Control, Listeners
+from meshcee.callbacks import Callback, Control
 from meshcee.capture import Capture, capture
+from meshcee.capture.export import Unchanged
 from meshcee.eager import plain, plain_steps
 from meshcee.errors import UsageError, unwrap
 from meshcee.events import Event
@@ -518,6 +520,8 @@ class Anneals(Callback):
         self.model.told.append(report.loss)
         self.model.load_state_dict(self.model.state_dict())
         self.model.train()
+        if self.what == "freeze":
+            self.model.norm.eval()
 
     def on_step(self, run: Control, report: Any) -> None:
         if self.what == "closure":
@@ -530,8 +534,6 @@ class Anneals(Callback):
             self.model.scale.fill_(2.0)
         elif self.what == "thaw":
             self.model.first.requires_grad_(True)
-        elif self.what == "freeze":
-            self.model.norm.eval()
 
 
 class Annealed(nn.Module):
@@ -582,5 +584,54 @@ def test_what_the_graph_would_not_follow_ends_the_run(what: str) -> None:
 
     story()
     if what != "nothing":
-        with changed(Listeners, "self.unchanged()", "pass"):
+        with changed(Unchanged.__call__, "if places:", "if []:"):
             assert breaks(story)
+
+
+def elsewhere(where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of a job and of `train`: what changes the loss's weight behind the first step."""
+    weight, reports, pairs = [1.0], list[Any](), Pairs(48)
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(out, y) * weight[0]
+
+    def count(given: Any) -> float:
+        weight[0] = 0.5 if reports else 1.0
+        return 1.0
+
+    def collate(rows: list[Any]) -> Any:
+        count(rows)
+        return default_collate(rows)
+
+    class Data:
+        def __len__(self) -> int:
+            return len(pairs)
+
+        def __getitem__(self, index: int) -> Any:
+            count(index)
+            return pairs[index]
+
+    def metric(out: torch.Tensor, y: torch.Tensor) -> float:
+        return count(y)
+
+    def report(given: Any) -> None:
+        reports.append(given)
+        if where == "report":
+            count(given)
+
+    job: dict[str, Any] = {"loss": loss, "steps": 8, "optimizer": Optimizer("SGD", lr=0.1)}
+    of_job: dict[str, dict[str, Any]] = {
+        "weight": {"weight": count},
+        "collate": {"collate": collate},
+        "data": {"data": Data()},
+        "metric": {"metrics": {"m": metric}, "eval_every": 1},
+    }
+    return job | of_job.get(where, {}), {"on_report": report}
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("where", ["weight", "collate", "data", "metric", "report"])
+def test_code_of_the_users_that_changes_the_loss_ends_the_run(where: str) -> None:
+    job, options = elsewhere(where)
+    with pytest.raises(UsageError, match="is not what it was before the first step"):
+        meshcee.train(job_of(**job), local=1, **options)
