@@ -339,6 +339,8 @@ def outermost(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
                 look(child, own, met)
 
     look(model, "", set())
+    if "frozen" in unmet:
+        raise UsageError("keep_fp32: all modules of the model are trained, so leave 'frozen' out, or freeze some")
     if unmet:
         raise UsageError(
             f"keep_fp32: no module of the model that has a forward pass has a name or a class like {min(unmet)!r}"

@@ -97,7 +97,11 @@ def settings_page() -> list[str]:
 
 
 def exit_codes_page() -> list[str]:
-    rows = [["0", "", "The command did what was asked."], ["130", "", "Interrupted."]]
+    rows = [
+        ["0", "", "The command did what was asked."],
+        ["130", "", "Interrupted."],
+        ["141", "", "What it prints is not read any more, as where `head` has ended."],
+    ]
     for kind in (getattr(errors, name) for name in errors.__all__):
         rows.append([str(kind.exit_code), f"`{kind.__name__}`", kind.__doc__ or ""])
     lines = [

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -27,7 +28,7 @@ from meshcee.files import disk, dumps
 from meshcee.files.steady import steady_output
 from meshcee.files.token_file import read_token
 from peers.cli.session import KINDS, printable, spin_briefly, write_job
-from peers.cli.settings import defaults_of
+from peers.cli.settings import config_file, defaults_of
 from peers.cli.settings.options import (
     Device,
     DeviceProcess,
@@ -54,6 +55,7 @@ from peers.cli.settings.options import (
 
 __all__ = ["app", "main"]
 
+GONE = 128 + signal.SIGPIPE  # as other programs whose reader has gone, `| head`
 HELPS = (
     (),
     ("config",),
@@ -631,8 +633,14 @@ def main(arguments: list[str] | None = None) -> None:
     """Entry point of the `meshcee` script: runs a command, then exits with the documented code."""
     spin_briefly(os.environ)
     steady_output()
+    defaults: dict[str, Any] = {}
     try:
-        app(arguments, default_map=_defaults(sys.argv[1:] if arguments is None else arguments))
+        defaults = _defaults(sys.argv[1:] if arguments is None else arguments)
+        app(arguments, default_map=defaults)
+    except SystemExit as done:  # click has told what is wrong, but not where that may stand
+        if done.code == UsageError.exit_code and defaults:
+            print(f"meshcee: options also come from {config_file(os.environ)}", file=sys.stderr)
+        sys.exit(GONE if isinstance(done.__context__, BrokenPipeError) else done.code)
     except MeshceeError as error:
         if os.environ.get("MESHCEE_LOG", "").lower() == "debug":
             traceback.print_exception(error)
@@ -641,7 +649,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()
-        sys.exit(1)
+        sys.exit(GONE)
     except MemoryError as error:  # wherever it happened to be: more of the same would not work either
         said = f" ({error})" if str(error) else ""
         _fail(MeshceeError(f"no memory is left on this machine{said}; free some, then run the command again"), 1)

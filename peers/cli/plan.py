@@ -102,7 +102,7 @@ def run_plan(
 def _live(job: Path | None, join: str | None, testbed: str | None, stages: int | None, *, as_json: bool) -> LivePlan:
     if job is None or join is None or testbed is not None:
         raise UsageError(
-            "say what to plan: JOB.py --join TOKEN for a job on a live mesh, or --testbed NAME for a cluster in a file"
+            "say what: JOB.py --join TOKEN for a job on a live mesh, or --testbed NAME for a cluster in a file"
         )
     from peers.cli.live_plan import plan_live  # torch and a transport: not for files
 

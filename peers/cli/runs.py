@@ -12,7 +12,7 @@ from rich.table import Table
 from meshcee.errors import UsageError
 from meshcee.files import Home, Run, dumps, hugging_face
 from meshcee.files.tensor_files import OnDemand, save
-from peers.cli.session import Screen
+from peers.cli.session import Screen, safetensors_file
 from peers.cli.ui.wishes import ask_to_stop, wish_checkpoint
 from peers.state import Checkpoint, CheckpointStore
 
@@ -100,8 +100,7 @@ def find(wanted: str) -> Checkpoint:
 def export(wanted: str, hf: Path | None, out: Path | None, *, ema: bool = False, as_json: bool) -> None:
     if (hf is None) == (out is None):
         raise UsageError("say what to write: --out FILE.safetensors, or --hf DIR for Hugging Face's from_pretrained")
-    if out is not None and out.suffix != ".safetensors":
-        raise UsageError(f"--out writes safetensors; name it {out.with_suffix('.safetensors')}")
+    out = out and safetensors_file(out)
     checkpoint = find(wanted)
     checkpoint.verify()
     manifest = checkpoint.manifest

@@ -40,6 +40,7 @@ __all__ = [
     "parse_bytes",
     "printable",
     "run_async",
+    "safetensors_file",
     "short_ids",
     "spin_briefly",
     "waiting",
@@ -143,6 +144,14 @@ def waiting(for_what: str, *, as_json: bool = False) -> Iterator[None]:
 
 PEER_ID = re.compile(r"(?<!/p2p/)\b12D3KooW[1-9A-HJ-NP-Za-km-z]{44}\b")
 UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def safetensors_file(out: Path) -> Path:
+    """UsageError for any other name of what --out writes."""
+    if out.suffix != ".safetensors":
+        name = out / "model.safetensors" if out.is_dir() else out.with_name(f"{out.stem}.safetensors")
+        raise UsageError(f"--out writes a safetensors file; name it {name}")
+    return out
 
 
 def parse_bytes(text: str) -> int:

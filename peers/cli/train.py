@@ -24,7 +24,7 @@ from meshcee.plan import Plan
 from meshcee.planner import needs, remarks, situation
 from peers.cli.meters import address_of, metered
 from peers.cli.plan import read_plan
-from peers.cli.session import configure_logging, load_job, run_async
+from peers.cli.session import configure_logging, load_job, run_async, safetensors_file
 from peers.cli.ui.watching import needs_ui, page_of
 from peers.cli.ui.wishes import mark_stop
 from peers.cli.view import View, naming, view_for
@@ -78,9 +78,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         raise UsageError(
             "--standby follows the run of another machine: give --join TOKEN, and no --resume, --dry-run or --plan"
         )
-    if options.out is not None and options.out.suffix != ".safetensors":
-        raise UsageError(f"--out writes safetensors; name it {options.out.with_suffix('.safetensors')}")
-    if options.out is not None and not options.out.parent.is_dir():
+    if options.out is not None and not safetensors_file(options.out).parent.is_dir():
         raise UsageError(f"--out: there is no folder {options.out.parent}")
     if options.trace is not None and not options.trace.parent.is_dir():
         raise UsageError(f"--trace: there is no folder {options.trace.parent}")

@@ -410,7 +410,7 @@ def _given(frame: Frame, root: str, peer_id: str, file: Path | None) -> Membersh
 
 async def stay_member(agent: MeshView, kept: Membership, admin: Admin | None = None) -> None:
     """As long as the peer runs: renew the certificate while an admin is there, and keep on disk what is learnt. An admin tells its
-    list again."""
+    list again. NotPermittedError once the peer is revoked."""
     news, members, was_told = asyncio.Event(), agent.members, False
     members.on_change.append(news.set)
     for wait_s in itertools.chain([LOOK_FIRST_S], itertools.repeat(LOOK_EVERY_S)):
@@ -437,6 +437,11 @@ async def stay_member(agent: MeshView, kept: Membership, admin: Admin | None = N
             log.warning("what this peer knows of the mesh's members is not on disk", why=disk.refusal(error))
         except UsageError as error:
             log.warning("this admin's list of who is revoked is not told again", why=str(error))
+        if members.is_revoked(agent.peer_id, members.own):
+            raise NotPermittedError(
+                "an admin has revoked this peer: it is no member of this mesh any more, and leaves; ask an admin for a new invite "
+                "(`meshcee invite`)"
+            )
         try:
             async with asyncio.timeout(wait_s):
                 await news.wait()

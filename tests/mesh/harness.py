@@ -96,6 +96,10 @@ class Peers:
         self.processes[name].kill()
         self.processes[name].wait(10)
 
+    def ended(self, name: str) -> int:
+        """The exit code of a peer that ends by itself."""
+        return self.processes[name].wait(30)
+
     def close(self) -> None:
         for process in self.processes.values():
             if process.poll() is None:

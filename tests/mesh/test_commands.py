@@ -379,6 +379,7 @@ def test_who_is_revoked_is_shown_and_cannot_come_back(tmp_path: Path) -> None:
             assert "members that are here: 1" in shown, shown
             assert "away" not in shown
             assert f"revoked: …{away.ids['away'][-8:]}" in shown
+            assert away.ended("away") == 8
             back = meshcee("status", "--join", invite, home=away.home)
             assert back.code == 8, (back.out, back.err)
             assert "revoked" in back.err

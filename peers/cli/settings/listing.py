@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -17,7 +18,7 @@ from meshcee.config import Limits, Timeouts
 from meshcee.errors import UsageError
 from meshcee.files import Home, dumps
 from peers.cli.session import Screen
-from peers.cli.settings.file import config_file, is_there, subcommands
+from peers.cli.settings.file import config_file, defaults_of, is_there, subcommands
 
 __all__ = ["Setting", "run_config", "settings_of"]
 
@@ -84,10 +85,21 @@ def run_config(app: typer.Typer, arguments: Sequence[str], file: Mapping[str, An
     Screen().print(table)
     if not arguments:
         path = config_file(os.environ)
-        there = "is read" if is_there(path) else "is not there"
         Screen().print(
-            f'\nThe file {path} {there}. A line in it: [train] and below it codec = "lossless"', soft_wrap=True
+            f'\nThe file {path} {_how(app, path)}. A line in it: [train] and below it codec = "lossless"',
+            soft_wrap=True,
         )
+
+
+def _how(app: typer.Typer, path: Path) -> str:
+    """How the file of settings is taken, in words."""
+    if not is_there(path):
+        return "is not there"
+    try:
+        defaults_of(app, os.environ)
+    except UsageError:
+        return "is wrong, and is not read"
+    return "is read"
 
 
 def _general() -> list[Setting]:
