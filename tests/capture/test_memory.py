@@ -16,7 +16,7 @@ from torch import nn
 import meshcee
 from meshcee import eager
 from meshcee.capture import capture
-from meshcee.capture.export import flatten
+from meshcee.capture.export import cuts, flatten
 from meshcee.capture.graph import canonical, strides
 from meshcee.files.tensor_files import LINE_BYTES, offset_of, placed
 from meshcee.job import Job
@@ -24,10 +24,34 @@ from meshcee.sampling import source_of
 from meshcee.stage import tensors
 from meshcee.stage.tensors import pack, unpack
 from tests.capture.exactness import WIDTH, difference, job_of
-from tests.mutation import Changed, changed
+from tests.mutation import Changed, breaks, changed
 from tests.rig.chain import Chain
 
 MAPPED = 40  # bytes behind a multiple of 64: where Transformers' weights begin that were read from a file
+
+
+class Assembles(nn.Module):
+    """It writes what it has computed into a tensor that it has made before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.c(x)
+        out = torch.zeros_like(x)
+        out[:, :4] = self.a(x)[:, :4]
+        out[:, 4:] = self.b(x)[:, 4:]
+        return out
+
+
+def test_no_cut_lies_between_the_making_and_the_writing_of_a_tensor() -> None:
+    def story() -> None:
+        assert difference(job_of(Assembles())) == ""
+
+    story()
+    with changed(cuts.positions, "min([*made, *uses]) + 1, max(uses), 1", "min(uses) + 1, max(uses), 1"):
+        assert breaks(story)
 
 
 class Sliced(nn.Module):

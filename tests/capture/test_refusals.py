@@ -221,6 +221,22 @@ REFUSED = {
         rf"{HERE} .*: numpy computes with a size; divide by x\.shape\[0\] itself",
     ),
     "mixup in forward": (mixes, rf"a Beta or Dirichlet distribution is drawn at .*{HERE} .*data\[i\] or Job\.collate"),
+    "a power of the number of samples": (
+        lambda _, h: h / h.shape[0] ** 0.5,
+        rf"Python computes pow\(\) of a size at .*{HERE}.*; .*torch\.full\(\(\), n\)",
+    ),
+    "a generator of its own": (
+        lambda _, h: h + torch.randn(4, generator=torch.Generator().manual_seed(3)),
+        rf"a torch\.Generator is used at .*{HERE}.*leave generator= out",
+    ),
+    "random_": (
+        lambda _, h: h + torch.empty_like(h).random_(0, 3),
+        r"no words for x\.random_.*; draw by torch\.randint",
+    ),
+    "a covariance": (
+        lambda _, h: h * torch.cov(h.t()).sum(),
+        rf"{HERE} .*asks whether two tensors are equal, as torch\.cov does.*d @ d\.T",
+    ),
     "a gradient inside": (
         differentiates,
         rf"\(torch\.autograd\) at .*{HERE}.*gradients of the loss only; write the deriv",
@@ -696,3 +712,43 @@ def test_what_changes_no_number_is_captured() -> None:
 
     program = capture(job_of(Calls(checkpointed))).train
     assert [node.operator.name for node in program.nodes].count("aten.linear.default") == 2
+
+
+@pytest.mark.parametrize(
+    ("compute", "told"),
+    [
+        (lambda h: h * math.log(h.shape[1]), r"Python computes with the length of samples, .*torch\.full\(\(\), n\)"),
+        (
+            lambda h: torch.stack([h[:, t] for t in range(h.shape[1])], 1),
+            r"Python computes with the length .*one length",
+        ),
+        (lambda h: h + torch.linspace(0, 1, h.shape[1])[:, None], r"write torch\.arange\(n\) / \(n - 1\)"),
+        (lambda h: h[:, : math.ceil(h.shape[1] / 2)], r"Python computes ceil\(\) of a size at .*as -\(-n // 2\)"),
+    ],
+)
+def test_python_that_computes_with_lengths_is_told_what_to_write(compute: Any, told: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return compute(self.a(x))
+
+    def padded(rows: Any) -> Any:
+        most = max(len(x) for x, _ in rows)
+        return tuple(torch.stack([F.pad(row[k], (0, 0, 0, most - len(row[k]))) for row in rows]) for k in (0, 1))
+
+    data = [(torch.randn(3 + i % 3, 4), torch.randn(3 + i % 3, 4)) for i in range(24)]
+    job = Job(
+        model=Net(),
+        loss=lambda out, y: (out.sum() - y.sum()) ** 2,
+        data=data,
+        collate=padded,
+        optimizer=Optimizer("SGD", lr=0.1),
+        batch_size=8,
+        micro_batch_size=2,
+        steps=2,
+    )
+    with pytest.raises(CaptureError, match=told):
+        capture(job)

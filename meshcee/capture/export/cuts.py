@@ -65,11 +65,12 @@ def positions(
             span(blocked, uses[0] + 1, max(p for p, node in enumerate(nodes) if node.scope == scope), 1)
     for group, writes in analysis.mutations.items():
         members = [n for n in range(base + count) if analysis.group[n] == group]
-        if any(n < base for n in members):  # a buffer: all its uses stay together
-            uses = sorted(u for n in members for u in analysis.users[n])
-            span(blocked, uses[0] + 1, uses[-1], 1)
+        made = [n - base for n in members if n >= base]
+        if len(made) < len(members):  # a buffer: all its uses stay together
+            uses = [u for n in members for u in analysis.users[n]]
+            span(blocked, min([*made, *uses]) + 1, max(uses), 1)
         else:
-            span(blocked, min(members) - base + 1, max(writes), 1)
+            span(blocked, min(made) + 1, max(writes), 1)
     live: list[float | None] = []
     total, stops = 0.0, 0.0
     for p in range(count + 1):

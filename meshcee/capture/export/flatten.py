@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import types
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from meshcee.capture.export.products import one_order
-from meshcee.capture.export.refusals import RANKS, Watched, explain, instead, where
+from meshcee.capture.export.refusals import LENGTH, RANKS, Watched, explain, instead, where
 from meshcee.capture.export.settings import PEERS_DEFAULT
 from meshcee.capture.graph import (
     Batch,
@@ -164,6 +165,9 @@ class _Flattener:
             given = self.exported.constants[spec.target].detach().resolve_conj().resolve_neg()
             value = self._value(given, f"c{len(self.inputs)}")
             made = Input("constant", value, data=given.contiguous(), strides=_strides(given), offset=offset_of(given))
+        elif kind == "CUSTOM_OBJ":
+            at = next((where(user) for user in placeholder.users), "")
+            raise CaptureError(f"a torch.Generator is used{at}: leave generator= out, as the job seeds every micro-batch")
         else:
             raise CaptureError(f"the model has an input of kind {kind}, which cannot be sent to a peer")
         self.numbers[placeholder] = Ref(len(self.inputs))
@@ -211,6 +215,9 @@ class _Flattener:
             name = operator_name(without_out(target))
         no_grad = no_grad or _WITHOUT_GRADIENT.fullmatch(name or "") is not None
         if name is None:
+            if isinstance(target, types.BuiltinFunctionType):
+                problem = f"Python computes {target.__name__}() of a size{where(node)}"
+                raise CaptureError(f"{problem}; {instead(where(node), LENGTH)}")
             advice = instead(where(node), "write it with torch functions")
             raise CaptureError(f"operation {target}{where(node)} is not an aten operator; {advice}")
         try:

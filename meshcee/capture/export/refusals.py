@@ -131,6 +131,12 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
         "use .detach(), or register_buffer in a module of the model, where what the loss updates belongs too; or run one batch "
         "through the model before you make the job, if its first call fills a cache",
     ),
+    (r"SyntaxError.*proxy_tensor", "torch.export has no words for x.random_(first, end)", "draw by torch.randint"),
+    (
+        r"aten\.equal",
+        "a function of torch asks whether two tensors are equal, as torch.cov does, and looks at their values",
+        "write out what it computes: d = x - x.mean(1, keepdim=True), and then d @ d.T / (x.shape[1] - 1)",
+    ),
     (r"type SymInt which has no callable", "numpy computes with a size", COUNT),
     (r"device.*meta|meta.*device", None, "create tensors on the device of the input"),
     (
@@ -189,6 +195,11 @@ RANKS = (
 )
 SPLIT = "take the parts as z[:n] and z[n:] with n = z.shape[0] // 2, or by torch.split(z, [n, n])"
 GRADIENT_SET = "requires_grad is set in forward{at}, which a graph does not hold, and no weight needs it; leave it out"
+LENGTH = (
+    "with n = x.shape[1], compute whole numbers by //, as -(-n // 2), and others with the tensor torch.full((), n), as .sqrt() "
+    "does; or pad all samples to one length"
+)
+STEPS = "write torch.arange(n) / (n - 1) with n = x.shape[1]"
 ONE_LENGTH = "pad all samples to one length, in the data or in collate"
 
 
@@ -247,6 +258,10 @@ class Watched(logging.Handler):
                 )
             elif given[0] in self._samples and _computes(self.at.text):
                 self.fix("specialized", "Python computes with the number of samples", COUNT)
+            elif given[0] not in self._samples and (_computes(self.at.text) or _loops(self.at.text)):
+                self.fix("specialized", "Python computes with the length of samples, or goes over them", LENGTH)
+            elif given[0] not in self._samples and "linspace(" in self.at.text:
+                self.fix("specialized", "torch.linspace makes a constant of its number of steps", STEPS)
 
     def fix(self, word: str, how: str, advice: str) -> None:
         if word not in self.fixes:

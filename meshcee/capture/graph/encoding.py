@@ -16,7 +16,7 @@ import msgpack
 import torch
 
 from meshcee.capture.graph.operators import Operator, find_operator
-from meshcee.capture.graph.program import Batch, Dim, Free, Input, Node, Program, Ref, Value
+from meshcee.capture.graph.program import Batch, Dim, Free, Input, Node, Program, Ref, Value, is_random
 from meshcee.capture.graph.rules import EQUATION, MAX_DIMS, MAX_PARTS, WORDS
 from meshcee.capture.graph.strides import canonical
 from meshcee.capture.graph.verify import MAX_ELEMENTS, NodeRefused, verify_program
@@ -135,7 +135,7 @@ def _program(document: Any) -> Program:
             raise NodeRefused(i, called.name, str(error)) from error
     numbers = frozenset(_index(r, base + len(made_nodes)) for r in recomputed)
     for number in numbers:
-        if number < base or made_nodes[number - base].writes or made_nodes[number - base].operator.random:
+        if number < base or made_nodes[number - base].writes or is_random(made_nodes[number - base]):
             raise GraphError(f"value {number} cannot be recomputed by every stage")
     ends = tuple(_index(o, base + len(made_nodes)) for o in outputs)
     return Program(tuple(made_inputs), tuple(made_nodes), ends, num_blocks, numbers)
