@@ -141,3 +141,8 @@ def test_neither_torch_nor_hivemind_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_plan_in_the_documents_is_what_the_command_prints() -> None:
+    shown = (Path(__file__).parents[2] / "docs" / "watch.md").read_text()
+    assert run("plan", "--testbed", "cee-small").strip() in shown

@@ -373,6 +373,10 @@ def logs(service: Service, *, follow: bool, platform: str = sys.platform) -> lis
 
 
 def show_logs(*, follow: bool) -> None:
+    if not (file := system_of().file).exists():
+        raise UsageError(
+            f"there is no service of meshcee here: {file} does not exist; `meshcee peer install` makes one"
+        )
     command = logs(service_of(), follow=follow)
     if shutil.which(command[0]) is None:
         raise UsageError(f"there is no {command[0]} here, which keeps what a service says: ask its supervisor")
