@@ -196,7 +196,7 @@ OF_C: dict[str, tuple[Callable[[], Counter], Changed]] = {
     ),
     "a set": (of(set, lambda n: n.add(len(n)), len), SET),
     "a set that cannot be changed": (
-        of(frozenset, lambda n: n | {len(n)}, len),
+        of(lambda: frozenset({-1}), lambda n: n | {len(n)}, len),
         (Remembered, "set | frozenset", "set"),
     ),
     "a partial": (of_partial, BUILT),

@@ -167,7 +167,9 @@ class _Flattener:
             made = Input("constant", value, data=given.contiguous(), strides=_strides(given), offset=offset_of(given))
         elif kind == "CUSTOM_OBJ":
             at = next((where(user) for user in placeholder.users), "")
-            raise CaptureError(f"a torch.Generator is used{at}: leave generator= out, as the job seeds every micro-batch")
+            raise CaptureError(
+                f"a torch.Generator is used{at}: leave generator= out, as the job seeds every micro-batch"
+            )
         else:
             raise CaptureError(f"the model has an input of kind {kind}, which cannot be sent to a peer")
         self.numbers[placeholder] = Ref(len(self.inputs))
