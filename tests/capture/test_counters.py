@@ -197,7 +197,7 @@ OF_C: dict[str, tuple[Callable[[], Counter], Changed]] = {
     "a set": (of(set, lambda n: n.add(len(n)), len), SET),
     "a set that cannot be changed": (
         of(lambda: frozenset({-1}), lambda n: n | {len(n)}, len),
-        (Remembered, "set | frozenset", "set"),
+        SET,
     ),
     "a partial": (of_partial, BUILT),
     "a method of a list": (of_method, BUILT),
