@@ -133,7 +133,13 @@ class Optimizer:
             ({"params": []}, extra) for extra in [*self.groups.values(), {}]
         ]
         for name, parameter in named.items():
-            groups[self.group_of(name)][0]["params"].append(parameter)
+            group, extra = groups[self.group_of(name)]
+            group["params"].append(parameter)
+            if extra.get("class", self.name) == "Muon" and parameter.dim() != 2:
+                raise UsageError(
+                    f"optimizer Muon: {name!r} is no matrix, as Muon's parameters are; give others a class: "
+                    'groups={"PATTERN": {"class": "AdamW"}}'
+                )
         parts: dict[str, list[dict[str, Any]]] = {}  # by class
         for group, extra in groups:
             group |= {key: value for key, value in extra.items() if key != "class"}
@@ -146,7 +152,7 @@ class Optimizer:
         try:
             built: torch.optim.Optimizer = _class(kind)(groups, **(self.options if kind == self.name else {}))
         except (TypeError, ValueError) as error:
-            more = '; give others a class: groups={"PATTERN": {"class": "AdamW"}}' if kind == "Muon" else ""
+            more = ""
             if "unexpected keyword" in str(error):
                 more = f"; its options are {', '.join([*inspect.signature(_class(kind)).parameters][1:])}"
             raise UsageError(f"optimizer {kind}: {error}{more}") from error

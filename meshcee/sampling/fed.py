@@ -104,7 +104,8 @@ class Fed:
             strides = loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {})
             for name, tensor in tensors.items():
                 micro, _, own = name.partition("/")
-                lies, offset = loads(strides[name]) if name in strides else (tensor.stride(), 0)
+                told = loads(strides[name]) if name in strides else tensor.stride()
+                *lies, offset = told if len(told) > tensor.dim() else (*told, 0)  # older versions told no offset
                 tensor = placed(tensor, lies, offset)
                 found.setdefault(int(micro), {})[own] = tensor
             return [found[micro] for micro in range(len(found))]
@@ -117,8 +118,8 @@ class Fed:
         # Cloned: of one sample inputs may share memory, which the format refuses.
         given = {f"{m}/{name}": tensor for m, raw in enumerate(batches) for name, tensor in raw.items()}
         tensors = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in given.items()}
-        lies = {name: (tensor.stride(), offset_of(tensor)) for name, tensor in given.items()}
-        told = {name: dumps(own) for name, own in lies.items() if own != (tensors[name].stride(), 0)}
+        lies = {name: (*tensor.stride(), offset_of(tensor)) for name, tensor in given.items()}
+        told = {name: dumps(own) for name, own in lies.items() if own != (*tensors[name].stride(), 0)}
         try:
             data = safetensors.torch.save(tensors, told)
             if len(data) > self._most_bytes:

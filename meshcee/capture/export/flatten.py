@@ -157,8 +157,7 @@ class _Flattener:
             trainable = kind == "PARAMETER" and bool(held.requires_grad)
             persistent = kind == "PARAMETER" or bool(spec.persistent)
             value = dataclasses.replace(self._value(held, name), requires_grad=trainable)
-            offset = offset_of(self.exported.state_dict.get(spec.target, held))
-            strides = _strides(held)
+            strides, offset = _strides(held), _offset(self.exported, spec.target, held)
             made = Input(kind.lower(), value, trainable, persistent=persistent, strides=strides, offset=offset)
             self.by_name[name] = len(self.inputs)
         elif kind == "CONSTANT_TENSOR":
@@ -366,6 +365,11 @@ def _order(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
 def _strides(held: torch.Tensor) -> tuple[int, ...]:
     found = canonical(held.shape, held.stride())
     return () if found == contiguous(held.shape) else found
+
+
+def _offset(exported: Any, name: str, held: torch.Tensor) -> int:
+    """Where the user's own tensor begins in memory, of which `held` is a fake."""
+    return offset_of(exported.state_dict.get(name, held))
 
 
 def _symbol(size: Any) -> Any:
