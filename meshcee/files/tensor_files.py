@@ -83,7 +83,7 @@ def offset_of(tensor: torch.Tensor) -> int:
     MKL rounds a product of matrices by these where they are no multiple of 16: of a slice, say, or of a mapped file's weights.
     """
     is_known = tensor.device.type == "cpu" and tensor.layout == torch.strided and not isinstance(tensor, FakeTensor)
-    return tensor.data_ptr() % LINE_BYTES if is_known else 0
+    return tensor.data_ptr() % LINE_BYTES // tensor.itemsize * tensor.itemsize if is_known else 0
 
 
 def placed(tensor: torch.Tensor, strides: Sequence[int], offset: int, *, copy: bool = False) -> torch.Tensor:

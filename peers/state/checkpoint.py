@@ -63,7 +63,8 @@ OTHER = {
 def description(job: Job, captured: Capture) -> dict[str, Any]:
     """What a run must have in common with the checkpoint that it goes on from, by the words of a Job."""
     tensors = {name: [str(dtype), list(shape)] for name, (dtype, shape) in sorted(captured.layout.items())}
-    computed = encode_program(replace(captured.train, recomputed=frozenset()))  # which changes no number
+    inputs = tuple(replace(entry, offset=0) for entry in captured.train.inputs)  # which a machine may choose anew
+    computed = encode_program(replace(captured.train, inputs=inputs, recomputed=frozenset()))  # which changes no number
     return {
         "model": hashlib.sha256(dumps(tensors).encode()).hexdigest(),
         "optimizer": job.optimizer.averaging(job.ema).to_json(),  # what is evaluated changes no step

@@ -34,10 +34,10 @@ def tensor(*shape: Any, dtype: str = "float32") -> list[Any]:
 def graph(inputs: list[Any], *calls: tuple[str, list[Any], Any], **kwargs: Any) -> bytes:
     """A document: (operator, arguments, declared value) in turn; `kwargs` are of the last call. {"r": n} is value n."""
     names = list(dict.fromkeys(name for name, _, _ in calls))
-    entries = [[0, f"x{i}", value, False, False, True, None, [], 0] for i, value in enumerate(inputs)]
+    entries = [[0, f"x{i}", value, False, False, True, None, []] for i, value in enumerate(inputs)]
     nodes: list[Any] = [[names.index(name), args, {}, value, 0, False] for name, args, value in calls]
     nodes[-1][2] = kwargs
-    packed: bytes = msgpack.packb([3, names, entries, nodes, [len(entries) + len(nodes) - 1], 1, []])
+    packed: bytes = msgpack.packb([2, names, entries, nodes, [len(entries) + len(nodes) - 1], 1, []])
     return packed
 
 

@@ -26,7 +26,7 @@ from meshcee.files.tensor_files import LINE_BYTES, byte_view
 
 __all__ = ["DTYPES", "decode_program", "encode_program"]
 
-VERSION = 3
+VERSION = 2
 MAX_VALUES = 200_000
 MAX_BLOCKS = 4096
 MAX_CONSTANT_BYTES = 4 << 20  # of all constants
@@ -75,7 +75,7 @@ def encode_program(program: Program) -> bytes:
             x.persistent,
             None if x.data is None else _to_bytes(x.data),
             list(x.strides),
-            x.offset,
+            *([x.offset] if x.offset else []),
         ]
         for x in program.inputs
     ]
@@ -162,7 +162,7 @@ def _inputs(entries: Any) -> list[Input]:
     made: list[Input] = []
     names: set[str] = set()
     spent = 0
-    for kind, name, value, trainable, mutated, persistent, data, strides, offset in entries:
+    for kind, name, value, trainable, mutated, persistent, data, strides, *rest in entries:
         which = _KINDS[_index(kind, len(_KINDS))]
         given = _value(value, _string(name, MAX_NAME))
         if given.name in names or given.dtype is None:
@@ -183,7 +183,13 @@ def _inputs(entries: Any) -> list[Input]:
             raise GraphError(f"only buffers may be written, not {given.name[:80]!r}")
         if _flag(trainable) and which != "parameter":
             raise GraphError(f"only parameters may be trained, not {given.name[:80]!r}")
-        if not 0 <= _integer(offset) < LINE_BYTES or offset % given.dtype.itemsize or (offset and which == "raw"):
+        offset = sum(map(_integer, rest))
+        if (
+            len(rest) > 1
+            or not 0 <= offset < LINE_BYTES
+            or offset % given.dtype.itemsize
+            or (offset and which == "raw")
+        ):
             raise GraphError(f"input {given.name[:80]!r} cannot begin where it says")
         lies = _strides(which, given, strides), offset
         made.append(Input(which, given, trainable, mutated, _flag(persistent), tensor, *lies))

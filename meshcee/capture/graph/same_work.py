@@ -66,7 +66,7 @@ def _value(value: Value) -> tuple[Any, ...]:
 
 def _input(entry: Input) -> tuple[Any, ...]:
     name = entry.name if entry.kind == "raw" else ""
-    return entry.kind, name, entry.trainable, entry.mutated, entry.strides, entry.offset, _value(entry.value)
+    return entry.kind, name, entry.trainable, entry.mutated, entry.strides, _value(entry.value)
 
 
 def _linked(argument: Any, local: Mapping[int, int]) -> Any:
