@@ -28,7 +28,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshcee.errors import UsageError
-from meshcee.files.tensor_files import LINE_BYTES, Checkpoint, memory_at
+from meshcee.files.tensor_files import GRAIN_BYTES, Checkpoint, memory_at
 from meshcee.job import WEIGHS_NOTHING, At, Job, seeded, shares_of
 from meshcee.sampling import collated, source_of
 
@@ -253,9 +253,9 @@ def give_memory(model: nn.Module) -> None:
 
 def _cloned(own: torch.UntypedStorage) -> torch.UntypedStorage:
     """A copy of this memory that begins as it does: a mapped file's weights lie where kernels round in another way."""
-    if own.device.type != "cpu" or not own.data_ptr() % LINE_BYTES:
+    if own.device.type != "cpu" or not own.data_ptr() % GRAIN_BYTES:
         return own.clone()  # type: ignore[no-untyped-call,no-any-return]
-    made = memory_at(own.nbytes(), own.data_ptr() % LINE_BYTES).untyped_storage()
+    made = memory_at(own.nbytes(), own.data_ptr() % GRAIN_BYTES).untyped_storage()
     made.copy_(own)
     return made
 

@@ -27,7 +27,7 @@ from meshcee.files.strict_json import loads
 
 __all__ = [
     "DTYPES",
-    "LINE_BYTES",
+    "GRAIN_BYTES",
     "Checkpoint",
     "Layout",
     "OnDemand",
@@ -49,6 +49,7 @@ Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> type and s
 INDEX = "model.safetensors.index.json"  # as Hugging Face names them
 SINGLE = "model.safetensors"
 LINE_BYTES = 64  # of a cache; torch's allocations begin at a multiple
+GRAIN_BYTES = 16  # kernels round by what is left when an address is divided by this
 INDEX_BYTES = 64 << 20
 
 _NAMES = {
@@ -78,12 +79,13 @@ def laid_out(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 
 
 def offset_of(tensor: torch.Tensor) -> int:
-    """Bytes from the last multiple of 64, where torch's allocations for CPUs begin, to where this one begins; 0 elsewhere.
+    """Bytes from the last multiple of 16 to where its memory begins, on a CPU; 0 elsewhere, and of what torch has allocated.
 
-    MKL rounds a product of matrices by these where they are no multiple of 16: of a slice, say, or of a mapped file's weights.
+    MKL rounds a product of matrices by these, of a slice, say, or of a mapped file's weights. It was seen with AVX2; whole
+    multiples of 16 changed no bit, and NumPy's memory begins at any of them.
     """
     is_known = tensor.device.type == "cpu" and tensor.layout == torch.strided and not isinstance(tensor, FakeTensor)
-    return tensor.data_ptr() % LINE_BYTES // tensor.itemsize * tensor.itemsize if is_known else 0
+    return tensor.data_ptr() % GRAIN_BYTES // tensor.itemsize * tensor.itemsize if is_known else 0
 
 
 def placed(tensor: torch.Tensor, strides: Sequence[int], offset: int, *, copy: bool = False) -> torch.Tensor:

@@ -23,7 +23,7 @@ import torch
 from meshcee.capture.graph import canonical, contiguous, dense, unexpanded
 from meshcee.codec import Codec, codec_of, is_coded
 from meshcee.errors import ProtocolError
-from meshcee.files.tensor_files import LINE_BYTES, laid_out, offset_of, placed
+from meshcee.files.tensor_files import GRAIN_BYTES, laid_out, offset_of, placed
 
 __all__ = ["Bring", "Encode", "Expected", "Value", "pack", "unpack"]
 
@@ -192,7 +192,7 @@ def _check(entry: Any, codecs: Sequence[Codec]) -> _Checked | None:
     known = next((each for each in codecs if each.name == codec), None)
     if codec is not None and (known is None or not is_coded(dtype)):
         raise ProtocolError(f"a tensor of {dtype} came by codec {codec[:40]!r}, which the plan does not allow")
-    if rest or type(offset) is not int or not 0 <= offset < LINE_BYTES or offset % dtype.itemsize:
+    if rest or type(offset) is not int or not 0 <= offset < GRAIN_BYTES or offset % dtype.itemsize:
         raise ProtocolError("a tensor's meta says more than a codec, strides and an offset, or an offset that is none")
     return _Checked(dtype, shape, None if strides is None else _checked_strides(shape, strides), known, offset)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 from collections.abc import Sequence
 
 from meshcee.capture import Program, decode_program, prepare
@@ -22,7 +23,8 @@ class Graphs:
         self.guards: tuple[str, ...] | None = None  # of a process of its own
 
     async def get_ready(self) -> None:
-        """For the first graph and the first step: nothing is imported once a run waits."""
+        """For the first graph and the first step: nothing is imported once a run waits. Jobs are captured here, too."""
+        await asyncio.to_thread(importlib.import_module, "torch._dynamo")
         await asyncio.to_thread(prepare)
 
     async def read(self, graphs: Sequence[bytes]) -> list[Program]:

@@ -22,7 +22,7 @@ from meshcee.capture.graph.strides import canonical
 from meshcee.capture.graph.verify import MAX_ELEMENTS, NodeRefused, verify_program
 from meshcee.config import Limits
 from meshcee.errors import GraphError
-from meshcee.files.tensor_files import LINE_BYTES, byte_view
+from meshcee.files.tensor_files import GRAIN_BYTES, byte_view
 
 __all__ = ["DTYPES", "decode_program", "encode_program"]
 
@@ -186,7 +186,7 @@ def _inputs(entries: Any) -> list[Input]:
         offset = sum(map(_integer, rest))
         if (
             len(rest) > 1
-            or not 0 <= offset < LINE_BYTES
+            or not 0 <= offset < GRAIN_BYTES
             or offset % given.dtype.itemsize
             or (offset and which == "raw")
         ):
