@@ -28,7 +28,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshcee.errors import UsageError
-from meshcee.files.tensor_files import GRAIN_BYTES, Checkpoint, memory_at
+from meshcee.files.layout import GRAIN_BYTES, memory_at
+from meshcee.files.tensor_files import Checkpoint
 from meshcee.job import WEIGHS_NOTHING, At, Job, seeded, shares_of
 from meshcee.sampling import collated, source_of
 

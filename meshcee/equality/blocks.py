@@ -25,7 +25,7 @@ from meshcee.capture.graph import Program, StageSpec, resolve
 from meshcee.eager import compute_in_full, outermost, put_others
 from meshcee.equality.recorder import memory_of, tensors_in
 from meshcee.equality.watch import digest
-from meshcee.files.tensor_files import copied, offset_of, placed
+from meshcee.files.layout import copied, offset_of, placed
 
 __all__ = ["Blocks", "Weights", "entries", "stand_in", "without_saving"]
 

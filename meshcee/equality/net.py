@@ -46,7 +46,7 @@ from meshcee.equality.sizes import Cut, machine_flops_per_s
 from meshcee.equality.watch import Slot, Watch, digest
 from meshcee.errors import MeshceeError, NonFiniteLossError, UnequalError, UsageError
 from meshcee.files import large_apart, limits
-from meshcee.files.tensor_files import copied
+from meshcee.files.layout import copied
 from meshcee.job import Job, seed_of
 from meshcee.optim import Optimizer
 from meshcee.sampling import GENERATORS, Source, batched, call_model, inputs_of, probes, rebuild, source_of

@@ -25,8 +25,8 @@ import torch
 
 from meshcee.errors import UsageError
 from meshcee.files import disk
+from meshcee.files.layout import offset_of, placed
 from meshcee.files.strict_json import dumps, loads
-from meshcee.files.tensor_files import offset_of, placed
 from meshcee.sampling.again import MOST_BYTES
 
 __all__ = ["Fed"]

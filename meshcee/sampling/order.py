@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from meshcee.errors import UsageError
-from meshcee.files.tensor_files import copied
+from meshcee.files.layout import copied
 from meshcee.user_code import calling
 
 __all__ = [

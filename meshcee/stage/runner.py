@@ -20,7 +20,7 @@ import torch
 
 from meshcee.capture.graph import StageSpec, Value, moved, unfolded
 from meshcee.errors import ProtocolError
-from meshcee.files.tensor_files import copied
+from meshcee.files.layout import copied
 from meshcee.optim import Optimizer
 from meshcee.sampling import GENERATORS
 from meshcee.stage.deferred import Deferral, Tape, Template

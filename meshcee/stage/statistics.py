@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from meshcee.capture.graph import Node, Ref, StageSpec, Value, is_random
-from meshcee.files.tensor_files import copied
+from meshcee.files.layout import copied
 
 __all__ = ["BatchStatistics", "why_not_folded"]
 

@@ -23,7 +23,7 @@ import torch
 from meshcee.capture.graph import canonical, contiguous, dense, unexpanded
 from meshcee.codec import Codec, codec_of, is_coded
 from meshcee.errors import ProtocolError
-from meshcee.files.tensor_files import GRAIN_BYTES, laid_out, offset_of, placed
+from meshcee.files.layout import GRAIN_BYTES, laid_out, offset_of, placed
 
 __all__ = ["Bring", "Encode", "Expected", "Value", "pack", "unpack"]
 

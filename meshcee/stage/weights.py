@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from meshcee.capture.graph import Input
-from meshcee.files.tensor_files import Layout, copied
+from meshcee.files.layout import copied
+from meshcee.files.tensor_files import Layout
 from meshcee.optim import Optimizer
 
 __all__ = ["AVERAGE", "Weights", "first_moments", "optimizer_layout"]

@@ -18,7 +18,7 @@ from meshcee import eager
 from meshcee.capture import capture
 from meshcee.capture.export import cuts, flatten
 from meshcee.capture.graph import canonical, strides
-from meshcee.files.tensor_files import GRAIN_BYTES, offset_of, placed
+from meshcee.files.layout import GRAIN_BYTES, offset_of, placed
 from meshcee.job import Job
 from meshcee.sampling import source_of
 from meshcee.stage import tensors

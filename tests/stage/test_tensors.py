@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from meshcee.capture.graph import moved
 from meshcee.errors import ProtocolError
-from meshcee.files.tensor_files import flat_bytes, memory_at
+from meshcee.files.layout import memory_at
+from meshcee.files.tensor_files import flat_bytes
 from meshcee.stage.tensors import _DTYPES, Value, pack, unpack
 from tests.rig.strides import ODD
 

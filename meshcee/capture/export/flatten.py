@@ -37,7 +37,7 @@ from meshcee.capture.graph import (
     without_out,
 )
 from meshcee.errors import CaptureError, GraphError, MeshceeError
-from meshcee.files.tensor_files import offset_of
+from meshcee.files.layout import offset_of
 from meshcee.user_code import Place
 
 __all__ = ["EXAMPLES", "Exported", "export_module", "is_factory"]

@@ -22,7 +22,8 @@ from meshcee.capture.graph.strides import canonical
 from meshcee.capture.graph.verify import MAX_ELEMENTS, NodeRefused, verify_program
 from meshcee.config import Limits
 from meshcee.errors import GraphError
-from meshcee.files.tensor_files import GRAIN_BYTES, byte_view
+from meshcee.files.layout import GRAIN_BYTES
+from meshcee.files.tensor_files import byte_view
 
 __all__ = ["DTYPES", "decode_program", "encode_program"]
 

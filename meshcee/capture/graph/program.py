@@ -22,7 +22,7 @@ from meshcee.capture.graph.operators import Operator
 from meshcee.capture.graph.rules import checked_again
 from meshcee.capture.graph.strides import contiguous
 from meshcee.errors import GraphError, PlanError
-from meshcee.files.tensor_files import laid_out, placed
+from meshcee.files.layout import laid_out, placed
 
 __all__ = ["Batch", "Dim", "Free", "Input", "Node", "Program", "Ref", "StageSpec", "Value", "slice_program"]
 

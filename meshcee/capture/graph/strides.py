@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshcee.files.tensor_files import laid_out
+from meshcee.files.layout import laid_out
 
 __all__ = ["canonical", "contiguous", "dense", "moved", "unexpanded"]
 
