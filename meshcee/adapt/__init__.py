@@ -7,7 +7,19 @@ Pure: reports in, figures and choices out. `peers/owner/` asks and acts.
 from meshcee.adapt.feeding import Feeding
 from meshcee.adapt.paces import Paces
 from meshcee.adapt.rule import SETTLING_STEPS, Adapter, Decision
-from meshcee.adapt.senses import FAST, LASTING_STEPS, SHIFT, Joined, Pair, Profiled, Searched, Senses, Shift, as_shown
+from meshcee.adapt.senses import (
+    FAST,
+    LASTING_STEPS,
+    SHIFT,
+    Joined,
+    Pair,
+    Profiled,
+    Searched,
+    Senses,
+    Shift,
+    as_shown,
+    together,
+)
 from meshcee.adapt.shares import Shares, evened
 
 __all__ = [
@@ -28,4 +40,5 @@ __all__ = [
     "Shift",
     "as_shown",
     "evened",
+    "together",
 ]

@@ -8,10 +8,10 @@ was idle before each frame begins slowly, as TCP does: it has at least what it s
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from meshcee.figures import LEAST_BYTES, LinkProfile, Observed
 
@@ -30,6 +30,7 @@ __all__ = [
     "Senses",
     "Shift",
     "as_shown",
+    "together",
 ]
 
 LASTING_STEPS = 5  # steps that a shift must last
@@ -115,6 +116,23 @@ class Searched:
 
 
 Shift = Computes | Carries | Feeds | Reads | Joined | Profiled | Searched
+
+
+def together(shifts: Iterable[Shift]) -> tuple[Shift, ...]:
+    """Each thing that has shifted once, by how much in all, in the order of the first shifts. What is as it was is left out, unless
+    all is."""
+    found: dict[Any, Shift] = {}
+    for shift in shifts:
+        key = (type(shift), getattr(shift, "peer", None) or getattr(shift, "pair", None))
+        match found.get(key):
+            case Computes() | Carries() | Feeds() as before if isinstance(shift, Computes | Carries | Feeds):
+                found[key] = replace(before, times=before.times * shift.times)
+            case _:
+                found[key] = shift
+    shifted = (
+        s for s in found.values() if not isinstance(s, Computes | Carries | Feeds) or abs(s.times - 1) > SHIFT / 2
+    )
+    return tuple(shifted) or tuple(found.values())
 
 
 class Senses:

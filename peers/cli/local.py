@@ -193,6 +193,7 @@ async def _local(
     names: list[str], emulation: tuple[str, ...], job: Path | None, threads: int, *, as_json: bool
 ) -> None:
     console = Screen(stderr=as_json)
+    console.print(f"starting {len(names)} peers: each loads torch first")
     with tempfile.TemporaryDirectory(prefix="meshcee-local-") as folder:
         async with Children(Path(folder)) as children:
             token = await children.start_peers(len(names), threads=threads, names=names, emulation=emulation)

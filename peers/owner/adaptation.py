@@ -39,6 +39,7 @@ from meshcee.adapt import (
     Shift,
     as_shown,
     evened,
+    together,
 )
 from meshcee.errors import MeshceeError, PlanError
 from meshcee.events import Event
@@ -398,7 +399,7 @@ class Adaptation:
         names = self._agent.names()
         others = sorted(seconds for p, seconds in enumerate(decision.step_s) if p != decision.before)
         return {
-            "cause": tuple(shift.text(names) for shift in self._cause),
+            "cause": tuple(shift.text(names) for shift in together(self._cause)),
             "level": decision.level.name.lower(),
             "gain": round(decision.gain, 2),
             "takes_s": round(decision.moving_s, 1),

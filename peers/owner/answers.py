@@ -190,6 +190,8 @@ class Answers:
             return f"compute of {name} (stage {label}, {busy:.0%} busy)"
         if (fed := self._fed(plan, names, step_s)) is not None:
             return fed
+        if len(plan.peers) == 1:  # no link carries anything but what the owner sends
+            return f"the owner and the link to it: {name}, which has the whole model, waits {1 - busy:.0%}"
         told = f"links: the busiest stage, {label} on {name}, waits {1 - busy:.0%}"
         depths = self.observed().depths
         if (fullest := max(depths, key=depths.__getitem__, default=None)) is None or depths[fullest] < SHOWN_BYTES:

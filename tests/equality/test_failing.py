@@ -122,7 +122,15 @@ def rows(x: float, y: float) -> Job:
     data = [(torch.randn(4), torch.randn(1)) for _ in range(64)]
     data[ODD] = torch.tensor([1.0, x, 2.0, 3.0]), torch.tensor([y])
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    return Job(model, nn.functional.mse_loss, data, meshcee.Optimizer("SGD", lr=0.1), batch_size=8, steps=10)
+    return Job(
+        model,
+        nn.functional.mse_loss,
+        data,
+        meshcee.Optimizer("SGD", lr=0.1),
+        batch_size=8,
+        micro_batch_size=8,
+        steps=10,
+    )
 
 
 def test_a_loss_that_is_no_number_names_the_sample_that_has_none() -> None:

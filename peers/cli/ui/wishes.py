@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -37,6 +38,10 @@ class Wishes(Callback):
         self._run = run
         self._place: Path | None = None
         self._heard: BinaryIO | None = None  # held while somebody looks
+        self._lock, self._is_closed = (
+            threading.Lock(),
+            False,
+        )  # a look goes on in its thread after `watch` was cancelled
         self._control: Control | None = None
 
     def on_plan(self, run: Control, plan: Any) -> None:
@@ -59,6 +64,11 @@ class Wishes(Callback):
 
     def close(self) -> None:
         """Nobody looks any more."""
+        with self._lock:
+            self._is_closed = True
+            self._forget()
+
+    def _forget(self) -> None:
         if self._heard is not None:
             self._heard.close()
         self._place = self._heard = None
@@ -69,9 +79,11 @@ class Wishes(Callback):
         if run is None or control is None:
             return
         place = run.folder / PLACE
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
+            if self._is_closed:
+                return
             if self._place != place:
-                self.close()
+                self._forget()
                 place.mkdir(exist_ok=True)
                 (place / CHECKPOINT).unlink(missing_ok=True)  # of an owner before
                 self._heard = (place / HEARD).open("ab")

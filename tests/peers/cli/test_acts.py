@@ -167,6 +167,9 @@ async def test_a_run_of_another_process_is_asked_through_its_folder(
         later.look()
         later.close()
         assert not again.saves_before(0), "what an owner before has not heard is of no use now"
+        later.look()  # as its thread does where Ctrl-C came between
+        with pytest.raises(UsageError, match="takes no wishes"):
+            wish_checkpoint(run)
 
 
 def test_a_run_is_sent_one_signal_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,9 +147,8 @@ async def test_what_is_on_its_way_is_counted_when_more_comes() -> None:
         sending.cancel()
 
 
-def answers_of(links: dict[str, Any], **more: Any) -> tuple[Answers, Plan]:
-    """A step whose first member tells this of its links, and more; both waited for most of it."""
-    peers = 2
+def answers_of(links: dict[str, Any], peers: int = 2, **more: Any) -> tuple[Answers, Plan]:
+    """A step whose first member tells this of its links, and more; all waited for most of it."""
     plan = even_plan(4, peers, MICRO * MICROS, MICRO)
     answers = Answers(Round(0, 0, (1.0,)), peers, ())
     for i in range(peers):
@@ -175,6 +174,9 @@ def test_a_step_tells_of_its_links_and_who_is_held_up_by_which() -> None:
     for few in ({"p1": [None, None, 50_000]}, {"p1": [3e6, None, None]}):
         answers, plan = answers_of(few)
         assert answers.limit(plan, {"p0": "ann"}, 10.0) == waits
+    answers, plan = answers_of({}, peers=1)
+    alone = "the owner and the link to it: ann, which has the whole model, waits 60%"
+    assert answers.limit(plan, {"p0": "ann"}, 10.0) == alone, "no stage waits for another's link"
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ from meshcee.adapt.senses import (
     Profiled,
     Reads,
     Senses,
+    together,
 )
 from meshcee.capture import capture
 from meshcee.eager import plain
@@ -78,6 +79,14 @@ def about(times: float) -> Any:
 
 def step(compute_s: float = 1.0, rate: float = 1e6) -> Observed:
     return Observed({"a": compute_s, "b": 2.0}, {("a", "b"): rate})
+
+
+def test_a_plans_change_names_each_thing_that_has_shifted_once() -> None:
+    """A peer that slowed, recovered and slowed again stood there three times, with factors that contradict each other."""
+    shifts = [Computes("a", 2.0), Carries(("a", "b"), 0.5), Joined("c"), Computes("a", 0.5), Carries(("b", "a"), 3.0)]
+    shifts += [Computes("a", 3.0), Feeds("a", 2.0), Carries(("b", "a"), 1 / 3), Joined("c")]
+    assert together(shifts) == (Computes("a", 3.0), Carries(("a", "b"), 0.5), Joined("c"), Feeds("a", 2.0))
+    assert together([Computes("a", 2.0), Computes("a", 0.5)]) == (Computes("a", 1.0),), "there is a reason, always"
 
 
 def warmed(**bandwidths: float) -> Senses:

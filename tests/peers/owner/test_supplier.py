@@ -210,17 +210,18 @@ async def test_members_whose_devices_are_processes_are_fed_too(monkeypatch: pyte
 
 async def test_a_standby_goes_on_with_the_same_supplier(tmp_path: Path) -> None:
     homes = [Home(tmp_path / name) for name in ("chief", "heir")]
+    job = job_of()  # building a model draws, which the standby's look at the data would see
     async with a_mesh(homes[0], 2) as (here, mesh, source), asyncio.TaskGroup() as group:
         heir = await here.own("heir", homes[1])
 
         async def own() -> None:
-            async for report in mesh.train(job_of(), captured=captured_job(), stages=2):
+            async for report in mesh.train(job, captured=captured_job(), stages=2):
                 if report.step == 5:
                     here.crash("owner")
                     await asyncio.Event().wait()
 
         owning = group.create_task(own())
-        followed = await heir.stand_by(job_of(), captured_job())
+        followed = await heir.stand_by(job, captured_job())
         assert followed is not None
         assert_equal(await train(heir, resume=followed[0], after=followed[1]))
         assert set(source.read) == {*range(STEPS)}
