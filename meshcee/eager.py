@@ -125,6 +125,7 @@ def _trained(job: Job, model: nn.Module, steps: int, micro_batch: int) -> Iterat
         # Not strict: of tied weights a checkpoint holds one name. Whether it fits is for capture to say.
         model.load_state_dict(dict(Checkpoint.at(job.weights)), strict=False)
     into_training(model)
+    model.zero_grad()  # a function that makes the model may try it
     # In bf16 weights, activations and gradients are bf16; the optimizer sees the gradients and weights in full.
     full = {name: p.detach().clone() for name, p in model.named_parameters()} if job.precision == "bf16" else {}
     if full:
@@ -209,11 +210,16 @@ def _with_a_train(module: nn.Module) -> Iterator[nn.Module]:
 
 @contextmanager
 def on_loan(model: nn.Module) -> Iterator[None]:
-    """Meanwhile the model may be changed; then it is as it was. Of a copy the loss, hooks and closures would know nothing."""
+    """Meanwhile the model has no gradients and may be changed; then it is as it was.
+
+    Of a copy the loss, hooks and closures would know nothing.
+    """
     kept = [
         (box, copy.copy(box)) for m in model.modules() for box in (*vars(m).values(), vars(m)) if type(box) in _BOXES
     ]
     tensors = [(t, t.data, t.grad, t.requires_grad) for t in _tensors_of(model)]
+    for tensor, *_ in tensors:
+        tensor.grad = None  # of an earlier pass, into which the next would add
     try:
         yield
     finally:

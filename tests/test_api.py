@@ -119,9 +119,11 @@ def test_a_pattern_of_what_stays_in_fp32_is_met_or_refused() -> None:
     block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     model = nn.ModuleDict({"block": block, "scales": nn.ParameterList([nn.Parameter(torch.ones(4))])})
     assert outermost(model, ("block", "LayerNorm")) == [block]
-    for pattern in ("LayerNrom", "scales", "frozen"):
+    for pattern in ("LayerNrom", "scales"):
         with pytest.raises(UsageError, match=f"keep_fp32: no module .* like '{pattern}'"):
             outermost(model, ("block", pattern))
+    with pytest.raises(UsageError, match="keep_fp32: all modules of the model are trained, so leave 'frozen' out"):
+        outermost(model, ("block", "frozen"))
 
 
 class Moving(nn.Linear):

@@ -44,6 +44,7 @@ from meshcee.capture.export import (
     refuse_settings,
     refuse_shared,
     settled,
+    sizes_that_vary,
 )
 from meshcee.capture.graph import Analysis, Batch, Dim, Input, Node, NodeRefused, Program, find_recomputed, teach_shapes
 from meshcee.capture.graph.encoding import decode_program, encode_program
@@ -203,7 +204,8 @@ class _WithLoss(nn.Module):
                 for n, t in tensors.items()
             }
         told = faithful(self.model, evaluate=self._evaluate)
-        with keeping(self, self.rebound), told, causal_masks(self.model, self._real), _as_in_eager():
+        masks = causal_masks(self.model, self._real)
+        with keeping(self, self.rebound), sizes_that_vary(), told, masks, _as_in_eager():
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
             loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:

@@ -118,7 +118,7 @@ def _stack(items: Sequence[Any], path: str) -> Any:
         return {k: _stack([item[k] for item in items], f"{path}.{k}") for k in first}
     if isinstance(first, tuple | list):
         return _like(first, (_stack([item[i] for item in items], f"{path}.{i}") for i in range(len(first))))
-    return _tensor(items, path)
+    return _tensor(items, path, of_floats=torch.float64)  # as torch's default_collate has it; Hugging Face's does not
 
 
 def _check_parts(items: Sequence[Any], path: str) -> None:
@@ -143,11 +143,13 @@ def _like(given: Sequence[Any], parts: Iterable[Any]) -> Any:
     return make(parts)
 
 
-def _tensor(items: Sequence[Any], path: str, advice: str = "") -> torch.Tensor | None:
+def _tensor(
+    items: Sequence[Any], path: str, advice: str = "", *, of_floats: torch.dtype | None = None
+) -> torch.Tensor | None:
     if all(item is None for item in items):
         return None
     try:
-        return torch.stack([torch.as_tensor(item) for item in items])
+        return torch.stack([torch.as_tensor(item, dtype=of_floats if type(item) is float else None) for item in items])
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(f"samples cannot be stacked at {path}: {_mend(items, error)} in data[i]{advice}") from error
 
@@ -214,6 +216,7 @@ def call_model(model: Any, x: Any) -> Any:
         _refuse_whole(model, x)
         return model(**(_taken(model, x) if isinstance(x, Row) else x))
     if isinstance(x, tuple | list):
+        _refuse_parts(model, x)
         return model(*x)
     return model(x)
 
@@ -227,6 +230,17 @@ def _refuse_whole(model: Any, x: Mapping[str, Any]) -> None:
         raise UsageError(
             f"what a dict holds goes to the model by name, and forward of {type(model).__name__} has one argument, {first.name!r}: "
             f"give the whole dict in a tuple, data[i] = (({{{next(iter(x), '')!r}: ...}},), y), or have Job(collate=FUNCTION) do so"
+        )
+
+
+def _refuse_parts(model: Any, x: Sequence[Any]) -> None:
+    """UsageError where forward has fewer arguments."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if takes < len(x) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise UsageError(
+            f"what a tuple or list holds goes to the model one by one, {len(x)} here, and forward of {type(model).__name__} takes "
+            f"{takes}: give the whole as one in a tuple, data[i] = ((x,), y), numbers as torch.tensor([...])"
         )
 
 

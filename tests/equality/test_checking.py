@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import meshcee
 from meshcee.equality import checking
@@ -40,6 +41,34 @@ def test_an_ordinary_job_is_equal_and_its_losses_are_those_of_the_plain_loop(tmp
     assert found.losses == meshcee.plain(job, steps=2).losses
     assert found.stages == (1, 2, 3)
     assert check(plain_job(tmp_path, precision="bf16"), (2,), 2).equal
+
+
+def test_gradients_of_a_pass_before_the_job_count_for_nothing_and_stay(tmp_path: Path) -> None:
+    """A trial pass leaves them. The plain loop added its first step's to them, in the user's own tensors."""
+    clean, tried = plain_job(tmp_path), plain_job(tmp_path)
+    assert isinstance(tried.model, nn.Module)
+    for parameter in tried.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [p.grad for p in tried.model.parameters()]
+    assert meshcee.plain(tried, steps=3).losses == meshcee.plain(clean, steps=3).losses
+    found = check(tried, (1, 2), 2)
+    assert found.equal, found.differs
+    for parameter, grad in zip(tried.model.parameters(), before, strict=True):
+        assert parameter.grad is grad
+        assert torch.equal(grad, torch.ones_like(parameter))
+
+
+def test_nor_do_those_of_a_function_that_tries_the_model_which_it_makes() -> None:
+    def make(*, tries: bool = True) -> nn.Module:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        if tries:
+            model(torch.ones(2, 4)).sum().backward()
+        return model
+
+    data = [(torch.arange(4.0) + i, torch.ones(2)) for i in range(16)]
+    job = Job(make, nn.functional.mse_loss, data, meshcee.Optimizer("SGD", lr=0.1), batch_size=4, steps=3)
+    assert meshcee.plain(job).losses == meshcee.plain(replace(job, model=lambda: make(tries=False))).losses
+    assert (found := check(job, (1, 2), 2)).equal, found.differs
 
 
 class Ticking:

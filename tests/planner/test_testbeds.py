@@ -27,4 +27,4 @@ def test_a_testbed_reaches_what_is_known_to_be_reachable(name: str) -> None:
     assert {s.codec_out for s in plan.pipelines[0].stages} == {"bf16"}
     assert {*plan.peers, *(x.peer for x in plan.left_out)} == set(scenario.cluster.devices)
     assert choice.single is None or plan.predicted.step_s < choice.single[1]
-    assert took_s < 4  # less than one second on a machine of its own
+    assert took_s < 20  # less than one second on a quiet machine, many times that beside other work

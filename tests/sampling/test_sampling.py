@@ -176,6 +176,47 @@ def test_a_named_tuple_stays_one(collates: bool) -> None:
     assert again["boxes"].corners.tolist() == [[1.0] * 4, [2.0] * 4]
 
 
+KINDS: dict[str, Callable[[int], Any]] = {
+    "float": lambda i: i + 0.1,
+    "int": lambda i: i,
+    "bool": lambda i: i % 2 == 0,
+    "float32 of NumPy": lambda i: np.float32(i + 0.1),
+    "float64 of NumPy": lambda i: np.float64(i + 0.1),
+    "int32 of NumPy": lambda i: np.int32(i),
+    "array": lambda i: np.full((2,), i, np.float16),
+    "tensor": lambda i: torch.full((2, 3), i + 0.1),
+    "no dimension": lambda i: torch.tensor(i + 0.1),
+    "list": lambda i: [i + 0.1, i],
+}
+LEAVES = st.sampled_from(sorted(KINDS))
+TREES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, min_size=1, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, min_size=1),
+)
+
+
+def of_tree(tree: Any, i: int) -> Any:
+    if isinstance(tree, str):
+        return KINDS[tree](i)
+    return {k: of_tree(v, i) for k, v in tree.items()} if isinstance(tree, dict) else tuple(of_tree(v, i) for v in tree)
+
+
+@given(TREES)
+def test_a_micro_batch_is_what_torchs_default_collate_makes_of_it(tree: Any) -> None:
+    """Python's floats were float32 here, and are float64 there."""
+    samples = [(torch.ones(2), of_tree(tree, i)) for i in range(3)]
+    found, theirs = inputs_of((None, batched(samples, 0)[1])), inputs_of((None, default_collate(samples)[1]))
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        name: tensor.dtype for name, tensor in theirs.items()
+    }
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in found.items())
+
+
+def test_a_column_of_floats_is_as_hugging_faces_collator_has_it() -> None:
+    x, y = batched([{"x": [0.1, 0.2], "label": 0.1}] * 2, 0)
+    assert (x["x"].dtype, y.dtype) == (torch.float32, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("first", "other", "says"),
     [
@@ -231,6 +272,19 @@ def test_a_forward_that_takes_a_whole_dict_is_told_how_to_give_it(rows: bool) ->
         call_model(Whole(), batched(samples, 0)[0])
     x, _ = batched([(({"image": i},), i) for i in range(2)], 0)
     assert call_model(Whole(), x).tolist() == [1, 2]
+
+
+class Listed(nn.Module):
+    def forward(self, parts: Any, scale: float = 1.0) -> Any:
+        return parts[0] + parts[1]
+
+
+def test_parts_of_a_tuple_that_forward_cannot_take_are_refused() -> None:
+    """A DataLoader gives the model a list of them."""
+    samples = [([torch.ones(2), torch.ones(2), torch.ones(2)], 0)] * 2
+    with pytest.raises(UsageError, match=r"3 here, and forward of Listed takes 2: .* data\[i\] = \(\(x,\), y\)"):
+        call_model(Listed(), batched(samples, 0)[0])
+    assert call_model(Listed(), batched([((x,), y) for x, y in samples], 0)[0]).tolist() == [[2.0, 2.0]] * 2
 
 
 class Keeps:

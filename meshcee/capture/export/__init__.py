@@ -10,6 +10,7 @@ from meshcee.capture.export.masks import asked_for_masks, refuse_idle
 from meshcee.capture.export.refusals import explain, faithful, refuse_functions, refuse_modules
 from meshcee.capture.export.remember import Remembered
 from meshcee.capture.export.settings import peers_default, refuse_settings
+from meshcee.capture.export.sizes import sizes_that_vary
 from meshcee.capture.export.unchanged import Unchanged
 from meshcee.capture.export.watch import Watch, keeping
 from meshcee.capture.export.writes import refuse_overlaps, refuse_shared, settled
@@ -37,4 +38,5 @@ __all__ = [
     "refuse_settings",
     "refuse_shared",
     "settled",
+    "sizes_that_vary",
 ]

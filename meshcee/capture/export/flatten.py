@@ -59,6 +59,13 @@ _REWRITTEN = {
     "aten.swapdims_.default": "aten.transpose_.default",
 }
 # What eager code may call on a tensor that needs a gradient, and the same operator in a graph only where none is recorded.
+INSTEAD = "write it with other torch functions"
+_INSTEAD_OF = {
+    "aten.item.default": "keep it a tensor",
+    "aten._conj.default": "write torch.complex(z.real, -z.imag)",
+    "aten.bincount.default": "write torch.nn.functional.one_hot(y, N).sum(0), with the number of classes N",
+    "aten.renorm.default": "scale x by x.norm(dim=1, keepdim=True)",
+}
 _WITHOUT_GRADIENT = re.compile(r"aten\.randint_like\..*")
 
 
@@ -224,7 +231,7 @@ class _Flattener:
         try:
             operator: Operator = find_operator(name)
         except GraphError as error:
-            advice = "keep it a tensor" if name == "aten.item.default" else "write it with other torch functions"
+            advice = _INSTEAD_OF.get(name, INSTEAD)
             advice = instead(where(node), advice)
             raise CaptureError(f"operation {name}{where(node)} cannot run on a peer: {error}; {advice}") from error
         held = node.meta.get("val")
@@ -268,7 +275,13 @@ class _Flattener:
             return argument
         if isinstance(argument, torch.device):
             return argument
-        raise CaptureError(f"argument {argument!r} of {node.target}{where(node)} cannot be sent to a peer")
+        advice = (
+            "write a complex number as a tensor, by torch.polar or torch.complex"
+            if isinstance(argument, complex)
+            else INSTEAD
+        )
+        said = f"argument {argument!r} of {node.target}{where(node)} cannot be sent to a peer"
+        raise CaptureError(f"{said}; {instead(where(node), advice)}")
 
     def _value(self, held: Any, name: str, maker: str = "there is", place: Place = Place()) -> Value:  # noqa: B008
         if isinstance(held, torch.Tensor):

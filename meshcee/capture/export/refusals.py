@@ -110,6 +110,16 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
         "compute both and choose with torch.where(torch.rand(()) < 0.5, a, b), or augment in data[i]",
     ),
     (
+        r"\bone_hot\(",
+        "torch.nn.functional.one_hot asks the values how many classes there are",
+        "say how many: one_hot(x, N)",
+    ),
+    (
+        r"\bbincount\(",
+        "torch.bincount asks the values how many numbers it makes",
+        "write torch.nn.functional.one_hot(y, N).sum(0), with the number of classes N",
+    ),
+    (
         r"data-dependent|unbacked|GuardOnDataDependent",
         "a Python number or a branch is made from the values of a tensor",
         "write a branch with torch.where or a mask, and keep numbers as tensors",
@@ -131,6 +141,11 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
         "use .detach(), or register_buffer in a module of the model, where what the loss updates belongs too; or run one batch "
         "through the model before you make the job, if its first call fills a cache",
     ),
+    (
+        r"UnsupportedOperatorException.*fake_quantize",
+        "torch cannot trace its fake quantization",
+        "write h + (quantized - h).detach(), with quantized = (h / scale).round().clamp(low, high) * scale",
+    ),
     (r"SyntaxError.*proxy_tensor", "torch.export has no words for x.random_(first, end)", "draw by torch.randint"),
     (
         r"aten\.equal",
@@ -147,12 +162,13 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     (
         r"Constraints violated|specializ",
         "the model fixes a size that changes between micro-batches",
-        "compute sizes from x.shape instead of a constant, which len(x) is as well: write x.shape[0]",
+        "compute sizes from x.shape instead of a constant; where the line does so, it calls what wants the number itself, as "
+        "range() does, and not torch.arange()",
     ),
 )
 _BY_VALUE = "data-dependent|unbacked|GuardOnDataDependent"
 _CONFIGURED = 4  # the first entries of _ADVICE say what a library's user can do too
-_ONLY_BY_VALUE = 5  # the first entries of _ADVICE tell what the line is about, and say so only of what values decide
+_ONLY_BY_VALUE = 7  # the first entries of _ADVICE tell what the line is about, and say so only of what values decide
 
 
 def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
@@ -170,7 +186,8 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
     if not at.text and sizes is not None and "fake tensor in the exported program constant" in text:
         at = sizes.data
     fixes = sizes.fixes if sizes is not None and "Constraints violated" in text else {}
-    for at, how, advice in (found for word, found in fixes.items() if word in text):
+    suspect = "Constraints violated" in text and sizes is not None and sizes.suspect
+    for at, how, advice in (*(found for word, found in fixes.items() if word in text), *([suspect] if suspect else [])):
         return CaptureError(f"the model cannot be captured{at}: {how}; {instead(at, advice)}")
     said = str(error).strip().splitlines()
     first = re.sub(r"\s+", " ", said[0] if said else "")[:300].rstrip(".;")
@@ -193,13 +210,23 @@ RANKS = (
     "keep all samples and weigh them: after l = l.sort(descending=True).values, the mask torch.arange(l.shape[0]) < "
     "l.shape[0] // 2 has the larger half"
 )
+PAIRS = "take d = torch.cdist(o, o) and weigh each pair once, by torch.ones_like(d).triu(1)"
 SPLIT = "take the parts as z[:n] and z[n:] with n = z.shape[0] // 2, or by torch.split(z, [n, n])"
 GRADIENT_SET = "requires_grad is set in forward{at}, which a graph does not hold, and no weight needs it; leave it out"
 LENGTH = (
     "with n = x.shape[1], compute whole numbers by //, as -(-n // 2), and others with the tensor torch.full((), n), as .sqrt() "
     "does; or pad all samples to one length"
 )
-STEPS = "write torch.arange(n) / (n - 1) with n = x.shape[1]"
+# Functions of torch that make constants of sizes -> what to write, with a size n taken from x.shape.
+_FIXING = {
+    "linspace": "write torch.arange(n) / (n - 1)",
+    "fill_diagonal_": "write s.masked_fill(torch.eye(n, dtype=torch.bool), value)",
+    "take_along_dim": "write x.gather(dim, indices)",
+    "triu_indices": "weigh all numbers of the matrix by torch.ones_like(s).triu(1)",
+    "tril_indices": "weigh all numbers of the matrix by torch.ones_like(s).tril(-1)",
+    "diag": "take the part first, as s[:n, n:].diagonal()",
+    "diagonal": "take the part first, as s[:n, n:].diagonal()",
+}
 ONE_LENGTH = "pad all samples to one length, in the data or in collate"
 
 
@@ -233,6 +260,7 @@ class Watched(logging.Handler):
         self.mapped = Place()  # of a torch.vmap
         self.data = Place()  # of a .data
         self.fixes: dict[str, tuple[Place, str, str]] = {}  # torch's word -> where, what, advice
+        self.suspect: tuple[Place, str, str] | None = None  # the same of a function that may fix a size
         self._samples: set[str] = set()  # what torch calls their number
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -240,7 +268,8 @@ class Watched(logging.Handler):
         if said.startswith("create_symbol") and given[2].endswith(".size()[0]"):
             self._samples.add(given[0])
         if "[guard added]" in said and _PART.search(given[1]) and set(re.findall(r"\bs\d+", given[1])) <= self._samples:
-            advice = SPLIT if _SPLITS.search(_here().text) else RANKS
+            here = _here().text
+            advice = SPLIT if _SPLITS.search(here) else PAIRS if "pdist(" in here else RANKS
             self.fix("generated guard", "a size or a branch follows from a part of the number of samples", advice)
         if not self.at.text and said.startswith("set_replacement") and "singleton" in record.getMessage():
             self.at = _here()
@@ -260,8 +289,6 @@ class Watched(logging.Handler):
                 self.fix("specialized", "Python computes with the number of samples", COUNT)
             elif given[0] not in self._samples and (_computes(self.at.text) or _loops(self.at.text)):
                 self.fix("specialized", "Python computes with the length of samples, or goes over them", LENGTH)
-            elif given[0] not in self._samples and "linspace(" in self.at.text:
-                self.fix("specialized", "torch.linspace makes a constant of its number of steps", STEPS)
 
     def fix(self, word: str, how: str, advice: str) -> None:
         if word not in self.fixes:
@@ -367,7 +394,10 @@ class _Looking(TorchFunctionMode):
         made = set_now and not isinstance(args[0], nn.Parameter)  # by forward
         if made and sys._getframe(1).f_code.co_filename != nn.parameter.__file__:
             words = GRADIENT_SET.format(at=_here())
-            raise CaptureError(f"{words} (model.disable_input_require_grads() of Hugging Face)")
+            raise CaptureError(
+                f"{words} (model.disable_input_require_grads() of Hugging Face); a derivative by inputs, as torch.autograd.grad "
+                "computes it, is to be written as a formula"
+            )
         if func == _GRAD and not is_ours(sys._getframe(1).f_code.co_filename):
             raise CaptureError(
                 f"a .grad is read{_here()}, and a graph has none: what a backward pass has left is of the micro-batch before; "
@@ -397,16 +427,28 @@ class _Looking(TorchFunctionMode):
         sizes = Watched.now
         free = sizes is not None and not sizes.at.text
         made = func(*args, **(kwargs or {}))
-        averages = getattr(func, "__name__", "") == "mean" and any(torch.is_complex(t) for t in args[:1])
-        if averages and free and sizes is not None and sizes.at.text:
+        if sizes is None:
+            return made
+        name, fixed = getattr(func, "__name__", ""), free and sizes.at.text
+        if fixed and name == "mean" and any(torch.is_complex(t) for t in args[:1]):
             how = "the mean of complex numbers over the samples fixes their number"
             sizes.fix("specialized", how, "write z.sum(0) / z.shape[0]")
+        elif name in _FIXING and (fixed or (free and sizes.suspect is None and _vary(args))):
+            sizes.suspect = _here(), f"torch.{name} makes a constant of a size", _FIXING[name]
+            if fixed:
+                sizes.fix("specialized", *sizes.suspect[1:])
         return made
 
     def _astray(self, tensor: torch.Tensor) -> bool:
         if id(tensor) in self._own or not (tensor.requires_grad and tensor.is_leaf):
             return False
         return isinstance(tensor, nn.Parameter) or not isinstance(tensor, FakeTensor)  # made before the forward pass
+
+
+def _vary(args: Sequence[Any]) -> bool:
+    """Whether one of these is a size that varies, or a tensor with one."""
+    sizes = (size for arg in args for size in (arg.shape if isinstance(arg, torch.Tensor) else (arg,)))
+    return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def _here() -> Place:
@@ -512,6 +554,7 @@ def faithful(model: nn.Module, *, evaluate: bool = False) -> Iterator[None]:
                 patches.enter_context(replaced(kind, "forward", _unfused(kind, model)))
         patches.enter_context(_Looking(model))
         patches.enter_context(replaced(torch.distributions.Distribution, "__init__", _unvalidated))
+        patches.enter_context(replaced(torch.random, "fork_rng", _unforked))
         for owner, name, words in _GRADIENTS:
             patches.enter_context(replaced(owner, name, _refusing(words)))
         drawing: dict[str, Place] = {}
@@ -544,9 +587,21 @@ _GRADIENTS: tuple[tuple[Any, str, str], ...] = (
 )
 
 
+def _unforked(*args: Any, **kwargs: Any) -> Any:
+    if kwargs.get("enabled", True) and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+        advice = instead(_here(), "draw without it, or draw in data[i] and give what is drawn with x")
+        raise CaptureError(
+            f"torch.random.fork_rng is used in forward{_here()}, and peers' generators only go on; {advice}"
+        )
+    return _FORK(*args, **kwargs)
+
+
+_FORK, _TORCH = torch.random.fork_rng, str(Path(torch.__file__).parent)
+
+
 def _unvalidated(self: Any, *args: Any, **kwargs: Any) -> None:
     """A distribution that does not look at its arguments: to look is a branch on values, and changes none."""
-    _MAKE_DISTRIBUTION(self, *args, **(kwargs | {"validate_args": False}))
+    _MAKE_DISTRIBUTION(self, *args[:2], **(kwargs | {"validate_args": False}))  # the third is that
 
 
 _MAKE_DISTRIBUTION = torch.distributions.Distribution.__init__
