@@ -144,6 +144,11 @@ def test_one_graph_slices_tensors_of_every_length(before: list[Any], after: list
         assert torch.equal(graph(x.transpose(0, 1).contiguous()), x.transpose(0, 1)[index])
 
 
+def test_a_slice_that_holds_all_samples_stays_one() -> None:
+    """It takes a part of larger micro-batches only, which the job has not."""
+    assert meshcee.check(job_of(lambda net, x: net.head(net.mean(x)[:64]), total), stages=(2,), steps=2).equal
+
+
 def test_len_is_pythons_again_afterwards() -> None:
     before = builtins.len
     with sizes_that_vary():

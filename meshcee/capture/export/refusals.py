@@ -261,33 +261,33 @@ class Watched(logging.Handler):
         self.data = Place()  # of a .data
         self.fixes: dict[str, tuple[Place, str, str]] = {}  # torch's word -> where, what, advice
         self.suspect: tuple[Place, str, str] | None = None  # the same of a function that may fix a size
-        self._samples: set[str] = set()  # what torch calls their number
+        self.samples: set[str] = set()  # what torch calls their number
 
     def emit(self, record: logging.LogRecord) -> None:
         said, given = str(record.msg), [str(a) for a in record.args or ()]
         if said.startswith("create_symbol") and given[2].endswith(".size()[0]"):
-            self._samples.add(given[0])
-        if "[guard added]" in said and _PART.search(given[1]) and set(re.findall(r"\bs\d+", given[1])) <= self._samples:
+            self.samples.add(given[0])
+        if "[guard added]" in said and _PART.search(given[1]) and set(re.findall(r"\bs\d+", given[1])) <= self.samples:
             here = _here().text
             advice = SPLIT if _SPLITS.search(here) else PAIRS if "pdist(" in here else RANKS
             self.fix("generated guard", "a size or a branch follows from a part of the number of samples", advice)
         if not self.at.text and said.startswith("set_replacement") and "singleton" in record.getMessage():
             self.at = _here()
-            if given[0] not in self._samples and any(f.filename == rnn.__file__ for f in traceback.extract_stack()):
+            if given[0] not in self.samples and any(f.filename == rnn.__file__ for f in traceback.extract_stack()):
                 self.fix(
                     "specialized",
                     "an LSTM, GRU or RNN computes step by step, and a graph holds steps of one length",
                     ONE_LENGTH,
                 )
-            if given[0] in self._samples and _loops(self.at.text):
+            if given[0] in self.samples and _loops(self.at.text):
                 self.fix("specialized", "a Python loop goes over the samples", "compute on the whole batch at once")
-            elif given[0] in self._samples and re.search(r"\bint\([^()]*(?:shape\[0\]|size\(0\))", self.at.text):
+            elif given[0] in self.samples and re.search(r"\bint\([^()]*(?:shape\[0\]|size\(0\))", self.at.text):
                 self.fix(
                     "specialized", "int() makes a constant of the number of samples", "write a // b, without int()"
                 )
-            elif given[0] in self._samples and _computes(self.at.text):
+            elif given[0] in self.samples and _computes(self.at.text):
                 self.fix("specialized", "Python computes with the number of samples", COUNT)
-            elif given[0] not in self._samples and (_computes(self.at.text) or _loops(self.at.text)):
+            elif given[0] not in self.samples and (_computes(self.at.text) or _loops(self.at.text)):
                 self.fix("specialized", "Python computes with the length of samples, or goes over them", LENGTH)
 
     def fix(self, word: str, how: str, advice: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from meshcee.capture.export.refusals import replaced
+from meshcee.capture.export.refusals import Watched, replaced
 
 __all__ = ["sizes_that_vary"]
 
@@ -48,21 +48,33 @@ class _Saying(TorchFunctionMode):
 
 
 def _clamped(tensor: torch.Tensor, index: Any) -> Any:
-    """The index with ends of slices within the tensor, where its size varies. One with tensors or lists stays as it is."""
+    """The index with ends of slices within the tensor, where its size varies and is not the number of samples."""
     parts = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(part, torch.Tensor | list) for part in parts):
+    if any(
+        not isinstance(part, _PLAIN) or isinstance(part, bool) for part in parts
+    ):  # tensors, which count dimensions otherwise
         return index
-    taken = sum(part is not None and part is not Ellipsis for part in parts)
+    taken = sum(isinstance(part, _TAKING) for part in parts)
     found, dim = [], 0
     for part in parts:
         if part is Ellipsis:
             dim += tensor.dim() - taken
         elif part is not None:
-            if isinstance(part, slice) and dim < tensor.dim() and isinstance(tensor.shape[dim], torch.SymInt):
-                part = slice(_start(part.start, tensor.shape[dim]), _stop(part.stop, tensor.shape[dim]), part.step)
+            if isinstance(part, slice) and dim < tensor.dim() and _varies(size := tensor.shape[dim]):
+                part = slice(_start(part.start, size), _stop(part.stop, size), part.step)
             dim += 1
         found.append(part)
     return tuple(found) if isinstance(index, tuple) else found[0]
+
+
+_TAKING = int | torch.SymInt | slice  # a dimension
+_PLAIN = _TAKING | type(None) | type(Ellipsis)
+
+
+def _varies(size: Any) -> bool:
+    """Of samples a part is refused: a plain loop would compute with those of its micro-batch."""
+    counts = Watched.now is not None and isinstance(size, torch.SymInt) and str(size.node.expr) in Watched.now.samples
+    return isinstance(size, torch.SymInt) and not counts
 
 
 def _start(start: Any, size: Any) -> Any:
