@@ -60,7 +60,8 @@ class Optimizer:
             numbers = isinstance(value, tuple | list) and all(x is None or isinstance(x, int | float) for x in value)
             known = key in ("class", "adjust_lr_fn") and isinstance(value, str)
             if not (value is None or isinstance(value, bool | int | float) or numbers or known):
-                raise UsageError(f"optimizer option {key:.80}={value!r:.80} is no number: write one, as 0.01")
+                advice = "groups= choose by name" if key == "params" else "write one, as 0.01"
+                raise UsageError(f"optimizer option {key:.80}={value!r:.80} is no number; {advice}")
         if any(own.get("differentiable") for own in (self.options, *self.groups.values())):
             raise UsageError("optimizer option differentiable=True is for who differentiates a step; leave it out")
         if any("initial_accumulator_value" in own for own in self.groups.values()):

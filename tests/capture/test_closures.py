@@ -272,17 +272,3 @@ def test_torchs_encoder_with_a_padding_mask_is_evaluated() -> None:
     job = replace(job_of("a method of the model", "fp32"), model=model, loss=F.cross_entropy, data=rows, eval_data=rows)
     assert meshcee.capture(job).evaluate is not None
     assert torch.backends.mha.get_fastpath_enabled()
-
-
-def test_len_of_a_tensor_is_refused_with_what_to_write() -> None:
-    class Counts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(6, 5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.head(x.reshape(len(x), -1))
-            return out
-
-    with pytest.raises(CaptureError, match=r"len\(x\) is as well: write x\.shape\[0\]"):
-        meshcee.capture(replace(job_of("a method of the model", "fp32"), model=Counts(), loss=F.cross_entropy))

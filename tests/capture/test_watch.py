@@ -83,6 +83,11 @@ def begins(m: Any, h: torch.Tensor) -> torch.Tensor:
 
 
 def seeds(m: Any, h: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    return m.b(h) + torch.rand_like(h)
+
+
+def forks(m: Any, h: torch.Tensor) -> torch.Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         return m.b(h) + torch.rand_like(h)
@@ -127,6 +132,7 @@ REFUSED: dict[Callable[[Any, torch.Tensor], torch.Tensor], str] = {
     lambda m, h: m.b(h) * torch.from_numpy(m.drawer.normal(size=WIDTH)).float(): "'drawer' of the model " + STATE,
     assigns_with_gradient: r"assigns buffer 'inner\.ema' a value with a gradient; .*\.detach\(\)",
     seeds: UNDER.format("a seed of its own"),
+    forks: rf"fork_rng is used in forward at .*{HERE} .*a seed of its own.*; draw without it",
     infers: UNDER.format("torch.inference_mode"),
     packs: UNDER.format("saved_tensors_hooks"),
     attends: UNDER.format("sdpa_kernel or another choice of attention kernels"),
