@@ -2,8 +2,8 @@
 BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
-# Seconds for the whole test run, twice what it takes on two slow cores; a single test has its own limit in pyproject.toml.
-TEST_LIMIT_S ?= 2400
+# Seconds for the whole test run, three times what it takes on two usual cores; a single test has its own limit in pyproject.toml.
+TEST_LIMIT_S ?= 3600
 # Processes that `make test` starts to run tests: on 2 cores a third one computes while others wait. 0 for none, as a debugger needs.
 WORKERS ?= 3
 export PYTHON

@@ -397,6 +397,9 @@ def _pair(model: nn.Module, samples: list[Any]) -> tuple[Any, Any]:
 
 
 def _collate(items: list[Any]) -> Any:
+    """As a DataLoader does, which takes no None."""
+    from torch.utils.data import default_collate
+
     first = items[0]
     if isinstance(first, dict | tuple | list):
         _check_parts(items)
@@ -404,7 +407,7 @@ def _collate(items: list[Any]) -> Any:
         return {key: _collate([item[key] for item in items]) for key in first}
     if isinstance(first, tuple | list):
         return _like(first, (_collate(list(column)) for column in zip(*items)))
-    return None if first is None else torch.stack([torch.as_tensor(item) for item in items])
+    return None if first is None else default_collate(items)
 
 
 def _check_parts(items: list[Any]) -> None:

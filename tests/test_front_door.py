@@ -211,6 +211,7 @@ meshcee.train(job, local=1)
 """
 
 
+@pytest.mark.slow
 def test_a_script_without_a_guard_that_reads_in_other_processes_is_told_what_to_write(tmp_path: Path) -> None:
     """Each process that reads runs the file anew, and would train as well."""
     (tmp_path / "job.py").write_text(UNGUARDED)

@@ -495,7 +495,7 @@ def _refuse_types(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
         gives = ", ".join(f"{n} in {str(t.dtype).removeprefix('torch.')}" for n, t in other.items())
         raise UsageError(
             f"data gives {gives}, and the model's weights are {kind}: "
-            f"give {kind}, by .to(torch.{kind}) or numpy's .astype({kind!r}) ({error})"
+            f"give {kind}, by .to(torch.{kind}) or numpy's .astype({kind!r}), or a Python number by torch.tensor(...) ({error})"
         ) from error
 
 

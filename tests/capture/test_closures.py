@@ -155,7 +155,7 @@ def same(before: tuple[dict[str, torch.Tensor], dict[str, Any]], job: meshcee.Jo
     )
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", LOSSES)
 def test_what_refers_to_the_model_is_equal_to_the_users_own_loop(case: str, precision: str) -> None:

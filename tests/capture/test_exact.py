@@ -134,6 +134,7 @@ class Laid(nn.Module):
 CASES["parameters_and_buffers_as_they_lie"] = Laid
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_cut_anywhere_it_is_the_plain_loop(name: str) -> None:
     torch.manual_seed(1)

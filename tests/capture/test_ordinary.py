@@ -121,6 +121,7 @@ CASES: dict[str, Then] = {
 }
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", CASES)
 def test_captured_and_exact(name: str) -> None:
     torch.manual_seed(1)
@@ -397,6 +398,7 @@ def test_a_size_that_follows_from_values_is_refused_in_words() -> None:
         capture(job_of(Layers(lambda m, h: h + h[torch.where(h[:, 0] > 0)[0]].sum())))
 
 
+@pytest.mark.slow
 def test_a_mask_that_may_mask_nothing_is_refused_where_it_changes_a_sum() -> None:
     """Grouped keys are repeated where there is a mask, and transformers asks only real tensors whether there is one.
 

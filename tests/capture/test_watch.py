@@ -294,6 +294,7 @@ def test_statistics_of_a_single_value() -> None:
         capture(job_of(model, micro_batch_size=1))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", [name for name, tensor in ODD.items() if tensor.numel()])
 def test_a_tensor_that_forward_closes_over_may_have_any_strides(name: str) -> None:
     scale = ODD[name].reshape(1)

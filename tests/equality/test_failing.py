@@ -93,6 +93,7 @@ def test_a_target_out_of_range_is_the_loss_and_its_sample() -> None:
     assert f"the loss fails, on data[{ODD}]: IndexError: Target 7 is out of bounds" in refused(tokens(y=7))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("at", [0, 32, 63])
 def test_a_sample_among_those_that_are_looked_at_is_named(at: int) -> None:
     assert f"on data[{at}]: IndexError" in refused(tokens(at, x=(1, 2, 3, 12)))

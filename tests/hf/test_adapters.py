@@ -38,7 +38,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], set[str]]] = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_an_adapter_trains_as_in_the_plain_loop_and_loads_back(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

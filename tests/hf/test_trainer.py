@@ -216,6 +216,7 @@ def test_where_the_best_state_is_not_on_the_disk_the_model_has_the_last_weights(
     trainer.save_model()
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["reduce_lr_on_plateau", "greedy"])
 def test_a_schedule_that_looks_at_evaluations_trains_as_a_plain_loop_with_its_rates(kind: str, tmp_path: Path) -> None:
@@ -281,6 +282,7 @@ def test_the_model_knows_the_special_tokens_of_the_processing_class_before_it_is
     assert found == [(words.pad_token_id, words.pad_token_id), (None, None)]
 
 
+@pytest.mark.slow
 def test_a_run_of_this_output_dir_that_is_unfinished_is_told_of_where_another_begins(tmp_path: Path) -> None:
     """As get_last_checkpoint finds no folder of the library's."""
     trainer = Trainer(llama(1), arguments(tmp_path, max_steps=1), train_dataset=texts(8))
@@ -303,6 +305,7 @@ def token_classifier() -> Any:
     return transformers.BertForTokenClassification(transformers.BertConfig(vocab_size=WORDS, num_labels=WORDS, **sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("filters", [True, False])
 @pytest.mark.parametrize("make", [llama, token_classifier])
@@ -327,6 +330,7 @@ def test_a_micro_batch_without_labels_counts_in_an_evaluation_as_in_the_library(
     assert found == pytest.approx([theirs] * 2, rel=1e-6, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_a_model_in_eval_mode_is_trained_with_its_dropout(tmp_path: Path) -> None:
     """As the library's train() calls model.train(); scripts leave the mode that generate() or an evaluation wants."""
     peft = pytest.importorskip("peft", reason="the hf extra is not installed")

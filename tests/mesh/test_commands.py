@@ -363,6 +363,7 @@ def test_who_came_to_compute_offers_no_job_and_invites_nobody(mesh: Peers, tmp_p
     assert "has no admin's key" in nobody.err
 
 
+@pytest.mark.slow
 def test_who_is_revoked_is_shown_and_cannot_come_back(tmp_path: Path) -> None:
     with peers(tmp_path / "home", 1) as mesh:
         invite = meshcee("invite", "--role", "own", "--uses", "2", home=mesh.home).out.strip()
@@ -474,6 +475,7 @@ def test_ctrl_c_is_heard_while_a_model_is_captured(mesh: Peers, tmp_path: Path) 
     assert "Traceback" not in done.err
 
 
+@pytest.mark.slow
 def test_a_restarted_first_machine_is_the_same_mesh(tmp_path: Path) -> None:
     with peers(tmp_path, 2) as both:
         name, second = both.ids

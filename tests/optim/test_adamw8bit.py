@@ -63,6 +63,7 @@ def stepped(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, grads: li
         optimizer.step()
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
 def test_stages_hold_the_bits_of_one_loop(stages: int, precision: str) -> None:

@@ -109,6 +109,7 @@ class Slow(Augmented):
         return super().__getitem__(i)
 
 
+@pytest.mark.slow
 def test_of_two_threads_that_want_a_step_one_has_the_whole_of_it() -> None:
     """An epoch that has ended may still be reading beside the next one."""
     job = job_of(Slow())

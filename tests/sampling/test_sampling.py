@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import default_collate
 
-from meshcee.eager import plain_steps
+from meshcee.eager import plain, plain_steps
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.optim import Optimizer
@@ -210,6 +210,21 @@ def test_a_micro_batch_is_what_torchs_default_collate_makes_of_it(tree: Any) -> 
         name: tensor.dtype for name, tensor in theirs.items()
     }
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("y", [0.5, {"a": (1, 0.5)}, (np.float32(1.5), 2)], ids=str)
+def test_the_plain_loop_collates_alike(y: Any) -> None:
+    seen: list[Any] = []
+
+    def loss(output: torch.Tensor, target: Any) -> torch.Tensor:
+        seen.append({name: tensor.dtype for name, tensor in inputs_of((None, target)).items()})
+        return output.sum()
+
+    samples = [(torch.ones(2), y)] * 4
+    plain(Job(nn.Linear(2, 1), loss, samples, Optimizer("SGD", lr=0.1), batch_size=4, steps=1))
+    theirs = inputs_of((None, default_collate(samples)[1]))
+    assert seen == [{name: tensor.dtype for name, tensor in theirs.items()}]
+    assert {name: tensor.dtype for name, tensor in inputs_of((None, batched(samples, 0)[1])).items()} == seen[0]
 
 
 def test_a_column_of_floats_is_as_hugging_faces_collator_has_it() -> None:

@@ -50,7 +50,7 @@ def job_of(name: str) -> Job:
     return deep(64) if name == "quantized" else zoo.make(name)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"order": "fused", "split": False}], ids=str)
 @pytest.mark.parametrize("name", ["char_gpt", "unet", "fno", "quantized"])
 def test_a_stage_that_is_left_frees_what_it_held(name: str, options: dict[str, Any], uncollected: None) -> None:

@@ -49,6 +49,7 @@ def test_a_second_gradient_is_there_before_it_is_added_to_the_first() -> None:
     assert 4 * rows <= max(many) <= matrix + 5 * rows
 
 
+@pytest.mark.slow
 def test_unfolded_weights_are_a_workspace_and_a_large_one_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = 8 * WIDTH * WIDTH  # what the table gives, and that times the scales
     [(_, found)] = found_in(deep(WIDTH), (2,))

@@ -67,7 +67,7 @@ def test_what_callbacks_ask_for_in_steps_that_are_taken_back_counts_once() -> No
     assert any("killed" in blow for blow in found["blows"])
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("turn", range(8))
 def test_every_kind_of_layer_is_trained(turn: int) -> None:
     found = play(1, 0, drawn(layers=tuple(KINDS)[turn::8], eval_every=0, ema=None, micro=2, micros=2, steps=2))

@@ -60,7 +60,7 @@ def outcomes(seeds: range, *, augmented: bool = False) -> list[tuple[int, list[s
     return [(r["seed"], r["blows"], r["outcome"]) for r in found if r["outcome"] != "equal"]
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", TOLD)
 def test_storms_of_one_kind(kind: str) -> None:
     found = play(1, kinds=[kind], aims=[], steps=STEPS)
@@ -68,7 +68,7 @@ def test_storms_of_one_kind(kind: str) -> None:
     assert any(TOLD[kind] in blow for blow in found["blows"]), found
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("moment", AIMS)
 def test_a_blow_is_aimed_at_a_moment(moment: str) -> None:
     found = play(3, aims=[replace(AIMS[moment])], blows=0)
@@ -78,6 +78,7 @@ def test_a_blow_is_aimed_at_a_moment(moment: str) -> None:
     assert found["hand_overs_begun"] == (moment == "hand-over"), found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_the_owners_disk_refuses_a_checkpoint_that_is_under_way(kind: str) -> None:
     found = play(3, aims=[Aim("checkpoint", 5, kind)], blows=0)
@@ -86,6 +87,7 @@ def test_the_owners_disk_refuses_a_checkpoint_that_is_under_way(kind: str) -> No
     assert found["refused"] > 0, found
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", [3, 6])
 def test_who_leaves_while_a_plan_hands_over_costs_no_steps(seed: int) -> None:
     found = play(seed, aims=[Aim("hand-over", 6, "leave")], blows=0)
@@ -147,6 +149,7 @@ def test_a_few_storms() -> None:
     assert outcomes(range(2)) == []
 
 
+@pytest.mark.slow
 def test_a_storm_over_samples_that_are_augmented() -> None:
     assert outcomes(range(2, 3), augmented=True) == []
 

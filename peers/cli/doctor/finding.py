@@ -71,4 +71,4 @@ def count(count: int, what: str) -> str:
 
 def span(seconds: float) -> str:
     unit_s, unit = next((one for one in UNITS if seconds >= one[0]), UNITS[-1])
-    return count(int(seconds / unit_s), unit) if seconds < LONGEST_S else "very long"
+    return count(int(seconds / unit_s), unit) if abs(seconds) < LONGEST_S else "very long"

@@ -419,7 +419,7 @@ def test_who_is_a_member_needs_its_invite_no_more() -> None:
     assert problems(replace(GOOD, invite=Invite(ROOT, "own", NOW - 60))) == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(facts=st.from_type(Facts))
 def test_any_facts_give_printable_sentences_and_a_mend_for_what_is_bad(facts: Facts) -> None:
     found = judge(facts)

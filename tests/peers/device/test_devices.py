@@ -79,6 +79,7 @@ def test_a_group_of_unlike_devices_is_refused() -> None:
         check_kinds(captured, plan, {"p0": "cuda", "p1": "cpu", "p2": "cpu"})
 
 
+@pytest.mark.slow
 async def test_a_mixed_mesh_says_so_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
     real = Agent.device_of
 

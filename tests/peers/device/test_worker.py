@@ -154,6 +154,7 @@ async def test_what_the_kernel_refuses_is_said_and_not_fatal() -> None:
     assert "open files" in logs[0]["which_can_still"]
 
 
+@pytest.mark.slow
 async def test_a_spare_that_has_died_is_replaced_and_blames_no_graph() -> None:
     data = graph()
     async with workers() as found:
@@ -165,6 +166,7 @@ async def test_a_spare_that_has_died_is_replaced_and_blames_no_graph() -> None:
         assert encode_program((await found.read([data]))[0]) == data
 
 
+@pytest.mark.slow
 async def test_a_check_that_is_given_up_while_its_worker_ends_leaves_the_next_one_alone() -> None:
     """The word of how that one ended was taken for the next one's process id."""
     data = graph()
@@ -180,6 +182,7 @@ async def test_a_check_that_is_given_up_while_its_worker_ends_leaves_the_next_on
         assert encode_program((await found.read([data]))[0]) == data
 
 
+@pytest.mark.slow
 async def test_a_peer_with_many_open_files_checks_graphs_all_the_same() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < 1200:

@@ -92,6 +92,7 @@ async def test_other_models_on_groups(name: str, shares: Any, options: dict[str,
     assert_close(await train_shared(job, shares), job, 2e-5)
 
 
+@pytest.mark.slow
 async def test_values_that_every_member_has_whole_and_targets_that_do_not_count() -> None:
     """T5 carries its position bias, computed from parameters alone, over every cut; some rows may have no target."""
 
@@ -154,6 +155,7 @@ async def test_bf16_on_groups_stays_near_and_replicas_equal() -> None:
     assert trained.losses == pytest.approx(wanted, rel=0.02)
 
 
+@pytest.mark.slow
 async def test_an_evaluation_on_groups_with_a_small_last_micro_batch() -> None:
     def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
         return float((output.argmax(-1) == target).float().mean())

@@ -15,6 +15,7 @@ from meshcee.stage.runner import StageRunner
 from tests.peers.owner.test_recovery import a_mesh, stage_of, train
 
 
+@pytest.mark.slow
 async def test_a_recovery_leaves_nothing_of_the_epoch_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

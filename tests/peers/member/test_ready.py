@@ -182,6 +182,7 @@ def test_without_its_line_another_plan_would_be_run(tmp_path: Path, line: str, i
         assert breaks(partial(test_a_member_that_acknowledges_another_is_named_and_no_step_begins, tmp_path, "plan"))
 
 
+@pytest.mark.cases(1)
 @virtual_time
 @pytest.mark.parametrize("late", range(3))
 async def test_a_neighbour_may_attach_as_soon_as_a_member_is_ready(monkeypatch: pytest.MonkeyPatch, late: int) -> None:

@@ -257,6 +257,7 @@ async def test_micro_batches_are_weighed_by_the_jobs_own_weights() -> None:
     assert trained.losses == plain(make_job(loss=loss, weight=job.weight), 5, 6).losses
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stages", [1, 2])
 async def test_a_step_in_which_no_label_counts_is_the_plain_loops(stages: int) -> None:
     """Its gradients are zeros, and AdamW steps with them all the same."""

@@ -119,6 +119,7 @@ async def test_rows_that_are_dicts_are_read_alike_at_their_place(file: Path) -> 
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 async def test_a_late_answer_to_who_has_gone_is_never_another_ones_samples(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -84,6 +84,7 @@ async def test_the_average_outlives_a_member_and_is_exported(
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.ema.items())
 
 
+@pytest.mark.slow
 async def test_moments_in_8_bits_outlive_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adamw8bit, "SMALLEST", 16)  # numbers: these models have few
     job = job_of(Optimizer("AdamW8bit", lr=1e-2))
@@ -97,6 +98,7 @@ async def test_moments_in_8_bits_outlive_a_member(tmp_path: Path, monkeypatch: p
         assert torch.equal(result.ema[name], expected.ema[name]), name
 
 
+@pytest.mark.slow
 async def test_evaluations_are_of_the_average_where_the_job_says_so(tmp_path: Path) -> None:
     """Also behind a change of plan, whose averages come late; and training is as without."""
     held_out = Pairs(23)

@@ -236,6 +236,7 @@ async def test_a_run_that_gets_no_better_ends_after_the_same_step_always() -> No
     assert stop.best == (2, reports[1].metrics["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("saved", [True, False])
 async def test_a_run_that_has_so_ended_ends_there_when_it_is_resumed(tmp_path: Path, saved: bool) -> None:
@@ -449,6 +450,7 @@ async def test_a_resumed_run_evaluates_and_saves_when_that_was_asked_for(tmp_pat
     assert_same(result, expected.losses, expected.state_dict)
 
 
+@pytest.mark.slow
 async def test_a_resumed_run_lowers_its_rate_after_an_evaluation_that_was_asked_for(tmp_path: Path) -> None:
     class Asks(Callback):
         waits = "steps"

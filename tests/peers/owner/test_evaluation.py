@@ -47,6 +47,7 @@ def job_of(**changes: Any) -> Job:
     return make_job(micro_batch_size=6, **changes)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stages", [1, 3])
 async def test_predictions_equal_the_eager_model_in_sample_order(stages: int) -> None:
     job = job_of()
@@ -79,6 +80,7 @@ async def test_a_trained_state_is_evaluated_as_the_eager_model_would_be(stages: 
     assert again == before  # evaluating, and training in between, has changed nothing of the job's own model
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("micro", [2, 4, 5])
 async def test_a_summed_loss_is_evaluated_as_the_mean_per_sample(micro: int) -> None:
     """In micro-batches of any size, the last of them smaller."""
@@ -168,6 +170,7 @@ class Noisy(Net):
         return self.head(torch.nn.functional.dropout(h, 0.2))
 
 
+@pytest.mark.slow
 async def test_what_is_drawn_in_an_evaluation_is_the_same_each_time_and_for_any_plan() -> None:
     """By the process's own numbers a run with EarlyStop ended after another step each time."""
     torch.manual_seed(0)

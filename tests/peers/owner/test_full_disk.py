@@ -73,6 +73,7 @@ def check(found: Run) -> None:
     assert [path.name for path in found.folder.rglob("*.part")] == []
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("error", "kill"), [(errno.ENOSPC, False), (errno.EROFS, True)])
 def test_a_run_outlives_its_disk_and_catches_up(tmp_path: Path, error: int, kill: bool) -> None:
     broken = RefusingDisk(tmp_path / "runs")

@@ -140,6 +140,7 @@ class Full(Failing):
         monkeypatch.setattr(Offer, "build", built)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", [Damaged, Full], ids=["decode", "build"])
 def test_a_member_that_cannot_decode_a_frame_or_build_its_stage_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Failing]
@@ -155,6 +156,7 @@ def test_a_member_that_cannot_decode_a_frame_or_build_its_stage_is_lost(
     assert len(plans[0] - plans[1]) == 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "says"),
     [

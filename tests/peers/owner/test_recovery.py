@@ -118,6 +118,7 @@ class Learns:
         return replace(request, feeds={"p": LinkProfile(0.0, 4e6)})
 
 
+@pytest.mark.slow
 async def test_what_steps_showed_of_links_that_feed_outlives_a_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +217,7 @@ async def test_who_stays_is_sent_only_what_it_lacks(tmp_path: Path, monkeypatch:
     assert {name.rpartition("/")[0] for name in asked["1"]} == lacked & trained
 
 
+@pytest.mark.slow
 async def test_two_losses_a_newcomer_and_no_snapshot_yet(tmp_path: Path) -> None:
     """The first loss comes before any checkpoint: the run begins anew, and is told of as if it had not."""
     home, told = Home(tmp_path), []

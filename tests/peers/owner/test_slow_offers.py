@@ -117,6 +117,7 @@ async def world(folder: Path, network: MemoryNetwork) -> AsyncIterator[World]:
         yield World(network, owner, folder)
 
 
+@pytest.mark.slow
 def test_what_takes_long_begins_and_what_began_can_be_resumed(tmp_path: Path) -> None:
     """All members are sent what they need side by side, as fast as links carry: later with moments, three times as much."""
 

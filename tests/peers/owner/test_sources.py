@@ -189,6 +189,7 @@ async def test_rows_that_are_dicts_train_as_in_the_plain_loop(kind: str) -> None
     assert plain(rows_of(kind)).losses == expected.totals
 
 
+@pytest.mark.slow
 async def test_rows_that_are_dicts_are_read_by_other_processes_and_from_streams_alike(tmp_path: Path) -> None:
     job = rows_of("a label", workers=2)
     assert_is(await train(job, 2, MICRO), rows_of("a label"))

@@ -128,6 +128,7 @@ async def test_it_runs_where_no_member_computes_and_for_jobs_that_last(
     assert not searches()
 
 
+@pytest.mark.slow
 async def test_after_a_change_another_search_begins_when_its_time_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "LONGER", 0.02)
     here = Here("a machine")

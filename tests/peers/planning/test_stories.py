@@ -78,6 +78,7 @@ def kills_once(kind: str, *, sender: bool, after: int) -> Callable[[Storm, str, 
     return befall
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["offer", "state_end"])
 def test_a_join_is_broken_by_one_who_leaves(tmp_path: Path, kind: str) -> None:
     """nousnet PR #61, prime-diloco #156: a member dies while it is given its weights, and the others wait for ever.
@@ -88,6 +89,7 @@ def test_a_join_is_broken_by_one_who_leaves(tmp_path: Path, kind: str) -> None:
     assert told(kills_once(kind, sender=False, after=2), tmp_path).done
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("after", [1, 2])
 def test_a_source_dies_in_the_middle_of_its_transfer(tmp_path: Path, after: int) -> None:
     """prime-diloco #156: a live checkpoint of which one part never comes.

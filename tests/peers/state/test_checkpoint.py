@@ -134,6 +134,7 @@ async def test_a_run_that_was_cut_off_goes_on_with_other_stages_bit_for_bit(tmp_
     assert len(list(cut.checkpoints.iterdir())) == 2
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("first", [0, 3])
 async def test_a_run_goes_on_before_the_steps_that_were_taken_back_though_their_state_is_there(
     tmp_path: Path, first: int

@@ -87,6 +87,7 @@ async def test_another_job_of_the_same_owner_is_sent_only_what_is_new(tmp_path: 
         assert asked == FROZEN, "the other owner's job has taken its place"
 
 
+@pytest.mark.slow
 def test_it_is_forgotten_in_time(tmp_path: Path, asked: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peers.state.restoring.FROZEN_S", kept_s := 40.0)
 

@@ -117,6 +117,7 @@ def sent() -> Iterator[list[int]]:
         yield found
 
 
+@pytest.mark.slow
 def test_a_journal_that_outgrows_a_shelf_is_sent_once_and_its_last_seal_stays(tmp_path: Path, sent: list[int]) -> None:
     async def test(mesh: Mesh) -> None:
         ran = run_of(tmp_path)
@@ -183,6 +184,7 @@ def test_what_is_sent_again_takes_no_room_twice(tmp_path: Path) -> None:
             assert breaks(story)
 
 
+@pytest.mark.slow
 def test_a_shelf_that_takes_all_and_seals_nothing_is_tried_ever_less_often(tmp_path: Path) -> None:
     tries: list[None] = []
 
