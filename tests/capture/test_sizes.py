@@ -60,6 +60,13 @@ def ends(net: Net, x: torch.Tensor) -> torch.Tensor:
     return net.head(torch.tanh(net.hidden(h))[:, -1])
 
 
+def writes(net: Net, x: torch.Tensor) -> torch.Tensor:
+    h = net.embed(x)
+    mask = torch.zeros(h.shape[:2])
+    mask[:, :MOST] = 1.0
+    return net.head(torch.tanh(net.hidden(h * mask[..., None])).mean(1))
+
+
 def cross_entropy(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output, y)
 
@@ -80,6 +87,7 @@ CASES: dict[str, tuple[Compute, Any]] = {
     "a slice to a constant": (lambda net, x: net.head(net.hidden(net.embed(x[:, :MOST])).mean(1)), cross_entropy),
     "the last so many": (ends, cross_entropy),
     "attention over a slice": (attends, cross_entropy),
+    "a slice that is written": (writes, cross_entropy),
     "view by len": (lambda net, x: net.head((h := net.mean(x)).view(len(h), -1)), cross_entropy),
     "zeros by len": (lambda net, x: net.head(net.mean(x) + torch.zeros(len(x), 8)), cross_entropy),
     "divided by len": (
@@ -146,7 +154,8 @@ def test_one_graph_slices_tensors_of_every_length(before: list[Any], after: list
 
 def test_a_slice_that_holds_all_samples_stays_one() -> None:
     """It takes a part of larger micro-batches only, which the job has not."""
-    assert meshcee.check(job_of(lambda net, x: net.head(net.mean(x)[:64]), total), stages=(2,), steps=2).equal
+    for compute in (lambda net, x: net.head(net.mean(x)[:64]), lambda net, x: torch.cat([h := net.mean(x), h])[:64]):
+        assert meshcee.check(job_of(compute, total), stages=(2,), steps=2).equal
 
 
 def test_len_is_pythons_again_afterwards() -> None:

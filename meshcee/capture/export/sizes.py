@@ -27,6 +27,7 @@ def sizes_that_vary() -> Iterator[None]:
         yield
 
 
+_INDEXING = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _LEN = len
 _LEAST: Any = torch.sym_min
 _MOST: Any = torch.sym_max
@@ -42,18 +43,16 @@ class _Saying(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("generator", self) is None:
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
-        if func is torch.Tensor.__getitem__:
-            args = args[0], _clamped(args[0], args[1])
+        if func in _INDEXING:
+            args = args[0], _clamped(args[0], args[1]), *args[2:]
         return func(*args, **(kwargs or {}))
 
 
 def _clamped(tensor: torch.Tensor, index: Any) -> Any:
     """The index with ends of slices within the tensor, where its size varies and is not the number of samples."""
     parts = index if isinstance(index, tuple) else (index,)
-    if any(
-        not isinstance(part, _PLAIN) or isinstance(part, bool) for part in parts
-    ):  # tensors, which count dimensions otherwise
-        return index
+    if not all(isinstance(part, _PLAIN) and not isinstance(part, bool) for part in parts):
+        return index  # tensors and truths count dimensions otherwise
     taken = sum(isinstance(part, _TAKING) for part in parts)
     found, dim = [], 0
     for part in parts:
@@ -73,8 +72,10 @@ _PLAIN = _TAKING | type(None) | type(Ellipsis)
 
 def _varies(size: Any) -> bool:
     """Of samples a part is refused: a plain loop would compute with those of its micro-batch."""
-    counts = Watched.now is not None and isinstance(size, torch.SymInt) and str(size.node.expr) in Watched.now.samples
-    return isinstance(size, torch.SymInt) and not counts
+    if not isinstance(size, torch.SymInt):
+        return False
+    samples = Watched.now.samples if Watched.now is not None else frozenset()
+    return not {str(symbol) for symbol in size.node.expr.free_symbols} <= samples
 
 
 def _start(start: Any, size: Any) -> Any:
