@@ -32,7 +32,7 @@ def test_a_long_run_stays_small_and_keeps_nobody_waiting(tmp_path: Path, steps: 
     with quick_planning(), quiet():
         seen = run(soak(tmp_path, steps, epochs, samples=1_000_000, width=WIDTH))
     assert (seen.steps, seen.epochs) == (steps, epochs)
-    assert seen.pause_s < 0.2, seen.paused_by
+    assert seen.pause_s < 0.5, seen.paused_by  # of CPU; 0.1 on a quiet machine
     assert seen.growth.allocated < 4096  # what a step was fed would be 8 KiB
     assert seen.growth.objects < 10  # a loss in the result is one; a report, or what was fed, would be dozens
 

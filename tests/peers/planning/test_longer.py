@@ -217,7 +217,7 @@ async def test_a_run_goes_over_to_what_a_longer_search_has_found_and_no_number_c
         plans = []
         async for _ in owner.train(job(), captured=capture(job()), on_plan=lambda plan, names: plans.append(plan)):
             if len(plans) == 1:
-                await asyncio.sleep(0.1)  # the search is another process's, which a busy machine may hold up
+                await asyncio.sleep(0.5)  # the search is another process's, which a busy machine may hold up
         result = owner.result
     assert len(plans[0].peers) == 1
     assert len(plans[-1].peers) > 1
