@@ -118,21 +118,21 @@ class Searched:
 Shift = Computes | Carries | Feeds | Reads | Joined | Profiled | Searched
 
 
+_Scaled = Computes | Carries | Feeds
+
+
 def together(shifts: Iterable[Shift]) -> tuple[Shift, ...]:
     """Each thing that has shifted once, by how much in all, in the order of the first shifts. What is as it was is left out, unless
     all is."""
     found: dict[Any, Shift] = {}
     for shift in shifts:
         key = (type(shift), getattr(shift, "peer", None) or getattr(shift, "pair", None))
-        match found.get(key):
-            case Computes() | Carries() | Feeds() as before if isinstance(shift, Computes | Carries | Feeds):
-                found[key] = replace(before, times=before.times * shift.times)
-            case _:
-                found[key] = shift
-    shifted = (
-        s for s in found.values() if not isinstance(s, Computes | Carries | Feeds) or abs(s.times - 1) > SHIFT / 2
-    )
-    return tuple(shifted) or tuple(found.values())
+        before = found.get(key)
+        if isinstance(shift, _Scaled) and isinstance(before, _Scaled):
+            shift = replace(shift, times=before.times * shift.times)
+        found[key] = shift
+    shifted = tuple(s for s in found.values() if not isinstance(s, _Scaled) or abs(s.times - 1) > SHIFT / 2)
+    return shifted or tuple(found.values())
 
 
 class Senses:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from meshcee.capture.export.products import one_order
-from meshcee.capture.export.refusals import LENGTH, RANKS, Watched, explain, instead, where
+from meshcee.capture.export.refusals import COUNTED, LENGTH, RANKS, Watched, explain, instead, where
 from meshcee.capture.export.settings import PEERS_DEFAULT
 from meshcee.capture.graph import (
     Batch,
@@ -59,11 +59,11 @@ _REWRITTEN = {
     "aten.swapdims_.default": "aten.transpose_.default",
 }
 # What eager code may call on a tensor that needs a gradient, and the same operator in a graph only where none is recorded.
-INSTEAD = "write it with other torch functions"
+_INSTEAD = "write it with other torch functions"
 _INSTEAD_OF = {
     "aten.item.default": "keep it a tensor",
     "aten._conj.default": "write torch.complex(z.real, -z.imag)",
-    "aten.bincount.default": "write torch.nn.functional.one_hot(y, N).sum(0), with the number of classes N",
+    "aten.bincount.default": COUNTED,
     "aten.renorm.default": "scale x by x.norm(dim=1, keepdim=True)",
 }
 _WITHOUT_GRADIENT = re.compile(r"aten\.randint_like\..*")
@@ -231,7 +231,7 @@ class _Flattener:
         try:
             operator: Operator = find_operator(name)
         except GraphError as error:
-            advice = _INSTEAD_OF.get(name, INSTEAD)
+            advice = _INSTEAD_OF.get(name, _INSTEAD)
             advice = instead(where(node), advice)
             raise CaptureError(f"operation {name}{where(node)} cannot run on a peer: {error}; {advice}") from error
         held = node.meta.get("val")
@@ -278,7 +278,7 @@ class _Flattener:
         advice = (
             "write a complex number as a tensor, by torch.polar or torch.complex"
             if isinstance(argument, complex)
-            else INSTEAD
+            else _INSTEAD
         )
         said = f"argument {argument!r} of {node.target}{where(node)} cannot be sent to a peer"
         raise CaptureError(f"{said}; {instead(where(node), advice)}")

@@ -36,6 +36,7 @@ from meshcee.user_code import Place, avoided, is_ours, place_in
 __all__ = [
     "AFTER_ONE_BATCH",
     "COUNT",
+    "COUNTED",
     "GRADIENT_SET",
     "RANKS",
     "Watched",
@@ -80,6 +81,7 @@ def instead(place: Place, advice: str) -> str:
     return avoided(place.library) if place.library else advice
 
 
+COUNTED = "write torch.nn.functional.one_hot(y, N).sum(0), with the number of classes N"
 COUNT = "divide by x.shape[0] itself, or compute with the tensor torch.full((), x.shape[0]), as .log() does, or with a fixed number"
 
 # What torch says -> what went wrong (None: its own words) and what to do.
@@ -117,7 +119,7 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     (
         r"\bbincount\(",
         "torch.bincount asks the values how many numbers it makes",
-        "write torch.nn.functional.one_hot(y, N).sum(0), with the number of classes N",
+        COUNTED,
     ),
     (
         r"data-dependent|unbacked|GuardOnDataDependent",
@@ -435,8 +437,6 @@ class _Looking(TorchFunctionMode):
             sizes.fix("specialized", how, "write z.sum(0) / z.shape[0]")
         elif name in _FIXING and (fixed or (free and sizes.suspect is None and _vary(args))):
             sizes.suspect = _here(), f"torch.{name} makes a constant of a size", _FIXING[name]
-            if fixed:
-                sizes.fix("specialized", *sizes.suspect[1:])
         return made
 
     def _astray(self, tensor: torch.Tensor) -> bool:

@@ -38,10 +38,8 @@ class Wishes(Callback):
         self._run = run
         self._place: Path | None = None
         self._heard: BinaryIO | None = None  # held while somebody looks
-        self._lock, self._is_closed = (
-            threading.Lock(),
-            False,
-        )  # a look goes on in its thread after `watch` was cancelled
+        self._lock = threading.Lock()
+        self._is_closed = False  # a look goes on in its thread after `watch` was cancelled
         self._control: Control | None = None
 
     def on_plan(self, run: Control, plan: Any) -> None:
