@@ -45,6 +45,7 @@ def test_dir_lists_the_public_names_and_each_is_there() -> None:
     assert modules & set(meshcee.__all__) == {"capture"}
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "first",

@@ -71,7 +71,7 @@ CASES = {
 }
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", CASES)
 def test_an_error_of_the_users_code_names_its_line_and_keeps_its_cause(case: str) -> None:
     changes, message = CASES[case]
@@ -168,6 +168,7 @@ async def test_train_works_where_a_loop_runs_already_as_in_a_notebook() -> None:
         meshcee.train(make_job(loss=fails), local=1)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_training_beside_a_running_loop() -> None:
     script = """
 import asyncio, os, signal

@@ -109,6 +109,7 @@ def test_an_example_defines_a_job_and_does_not_train_when_imported(name: str) ->
     assert job.loss(output, y[None] if hasattr(y, "ndim") else y).isfinite()
 
 
+@pytest.mark.slow
 def test_two_builds_of_an_example_have_equal_weights() -> None:
     """The mesh's owner and the plain reference each import the file, in processes of their own."""
     code = (

@@ -27,6 +27,7 @@ def captured(model: str) -> Capture:
 LAYERS = {"char_gpt": 4, "cnn": 4, "gpt2": 3, "shared_layer": 4, "unet": 9}
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("model", LAYERS)
 def test_there_are_at_least_as_many_blocks_as_layers(model: str) -> None:
@@ -49,6 +50,7 @@ def test_models_of_every_kind_have_at_least_as_many_blocks_as_layers() -> None:
     assert {model: found[model] for model, layers in MORE_LAYERS.items() if found[model] < layers} == {}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("model", LAYERS)
 def test_costs_cover_every_parameter_once(model: str) -> None:
     found = captured(model)
@@ -153,7 +155,7 @@ def test_any_batch_size_runs_and_equals_eager(model: str, batch: int) -> None:
         assert torch.equal(got.logits, output.logits)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["cnn", "shared_layer", "bert", "moe"])
 def test_capture_leaves_the_model_as_it_was(name: str) -> None:
     """The same tensors in the same places too: where a module stands several times, fakes of the watch were left behind."""

@@ -155,7 +155,7 @@ def same(before: tuple[dict[str, torch.Tensor], dict[str, Any]], job: meshcee.Jo
     )
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("case", LOSSES)
 def test_what_refers_to_the_model_is_equal_to_the_users_own_loop(case: str, precision: str) -> None:
@@ -178,6 +178,7 @@ def test_what_refers_to_the_model_is_equal_to_the_users_own_loop(case: str, prec
         assert torch.equal(tensor, found.state_dict[name]), name
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", LOSSES)
 def test_a_model_that_does_not_fit_is_the_one_that_closures_know(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The look before the first step runs it block by block, with stand-ins for its tensors."""
@@ -256,6 +257,7 @@ def test_options_that_torch_does_not_know_are_the_users_and_not_the_captures() -
         meshcee.check(job)
 
 
+@pytest.mark.slow
 def test_torchs_encoder_with_a_padding_mask_is_evaluated() -> None:
     class Encoder(nn.Module):
         def __init__(self) -> None:

@@ -95,6 +95,7 @@ FACTORIES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("size", [0, 1024])
 @pytest.mark.parametrize("cache", [0, 64 << 20])
 @pytest.mark.parametrize("name", FACTORIES)

@@ -223,7 +223,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("kind", [*COUNTERS, *OF_C])
 def test_a_loss_that_counts_its_calls_is_refused(kind: Any) -> None:
     make, mend = OF_C[kind] if kind in OF_C else (kind, COUNTERS[kind])

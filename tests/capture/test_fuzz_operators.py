@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 NUMBERS = Spec((40,), torch.float32, (0,))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("low", "place"), [(False, 40), (True, -1)], ids=["behind", "before"])
 def test_a_read_beyond_an_input_ends_the_process(low: bool, place: int) -> None:
     script = f"""

@@ -121,7 +121,7 @@ CASES: dict[str, Then] = {
 }
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("name", CASES)
 def test_captured_and_exact(name: str) -> None:
     torch.manual_seed(1)
@@ -169,6 +169,7 @@ def by_places(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(out.transpose(1, 2), labels)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("loss", [by_rows, by_places])
 @pytest.mark.parametrize("has_first", [False, True], ids=["one label less", "one label more"])
 def test_labels_may_be_longer_or_shorter_by_a_constant(has_first: bool, loss: Callable[..., torch.Tensor]) -> None:
@@ -241,6 +242,7 @@ class Scaled(nn.Module):
         return self.c(h)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("frozen", [(), ("norm",), ("norm", "drop"), ("",)])
 def test_eval_mode_stays_inside_of_a_model_in_train_mode(frozen: tuple[str, ...]) -> None:
     """A model that is in eval mode as a whole, as Hugging Face returns it, is trained."""
@@ -268,6 +270,7 @@ class Freezes(Scaled):
         return self
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_train_method_of_the_users_is_called(inside: bool) -> None:
     """A fresh module is in train mode already, and every loop calls `train` all the same."""
@@ -435,6 +438,7 @@ def test_a_mask_that_may_mask_nothing_is_refused_where_it_changes_a_sum() -> Non
         assert difference(job(kept), ["late"]) == ""
 
 
+@pytest.mark.slow
 def test_a_mask_that_a_window_needs_anyway_is_captured_though_it_masks_nothing() -> None:
     """Exaone4 makes two masks and its layers here use one: of a sliding window, which stays whatever a sample masks."""
     hf = pytest.importorskip("transformers")

@@ -36,6 +36,7 @@ def job_of(inner: int, micro: int) -> Job:
     return Job(model=Product(inner), loss=nn.functional.mse_loss, data=data, **settings)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_order_of_the_plain_loop_is_the_graphs(enabled: bool) -> None:
     with torch.backends.opt_einsum.flags(enabled=enabled):

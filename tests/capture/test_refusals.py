@@ -345,6 +345,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.cases(27)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_captured_says_what_where_and_what_to_do(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     then, message = REFUSED[name]

@@ -37,7 +37,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
 }
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_that_gives_other_bits_is_refused_before_anything_else(name: str) -> None:
     put, value, usual = SETTINGS[name]

@@ -109,6 +109,7 @@ CASES: dict[str, tuple[Compute, Any]] = {
 }
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", CASES)
 def test_what_eager_code_says_of_sizes_trains_as_in_the_plain_loop(name: str) -> None:
     found = meshcee.check(job_of(*CASES[name]), stages=(2,), steps=4)
@@ -214,6 +215,7 @@ def forked(h: torch.Tensor) -> torch.Tensor:
         return torch.randn_like(h)
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", BETWEEN)
 def test_what_fixes_a_size_or_has_no_operator_is_told_what_to_write(name: str) -> None:
     compute, told = BETWEEN[name]

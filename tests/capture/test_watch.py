@@ -140,6 +140,7 @@ REFUSED: dict[Callable[[Any, torch.Tensor], torch.Tensor], str] = {
 }
 
 
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("then", REFUSED, ids=lambda then: then.__name__)
 def test_state_and_contexts_that_a_graph_does_not_hold(then: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
     model = Keeps(then)
@@ -294,7 +295,7 @@ def test_statistics_of_a_single_value() -> None:
         capture(job_of(model, micro_batch_size=1))
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("name", [name for name, tensor in ODD.items() if tensor.numel()])
 def test_a_tensor_that_forward_closes_over_may_have_any_strides(name: str) -> None:
     scale = ODD[name].reshape(1)

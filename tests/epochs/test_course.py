@@ -363,6 +363,7 @@ def goes_on(seed: int) -> None:
     World(seed).go_on(400)
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize(
     ("story", "function", "line", "instead"),
     [

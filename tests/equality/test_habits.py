@@ -18,7 +18,7 @@ REFUSED = [name for name, habit in HABITS.items() if habit.refused]
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of old ways of torch's
 
 
-@pytest.mark.cases(16)
+@pytest.mark.cases(8)
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_habit_is_trained_as_the_plain_loop_trains_it(name: str) -> None:
     found = meshcee.check(job_of(name), stages=(2,), steps=STEPS)
@@ -26,7 +26,7 @@ def test_a_habit_is_trained_as_the_plain_loop_trains_it(name: str) -> None:
     assert found.losses == reference(job_of(name), STEPS, in_place=True).totals
 
 
-@pytest.mark.cases(30)
+@pytest.mark.cases(15)
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_habit_is_refused_with_what_helps(name: str) -> None:
     try:

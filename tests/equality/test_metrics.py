@@ -67,6 +67,7 @@ def test_a_metric_gets_a_named_tuple_with_its_constants() -> None:
     assert 2.0 <= result.metrics[-1][1]["mine"] <= 3.0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("metric", "returns", "says"),
     [

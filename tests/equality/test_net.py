@@ -248,6 +248,7 @@ def large(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tupl
     return job, found, next(i for i, text in enumerate(LARGE.splitlines(), 1) if "# HERE" in text)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}], ids=["fp32", "bf16"])
 def test_a_model_that_does_not_fit_is_compared_block_by_block(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -276,6 +277,7 @@ def test_a_model_that_does_not_fit_is_compared_block_by_block(
         examine(job, tampered, [4, 2], [cut(found)], say=said.append, budget_s=float("inf"))
 
 
+@pytest.mark.slow
 def test_a_given_model_that_does_not_fit_is_compared_and_left_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

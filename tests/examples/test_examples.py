@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import meshcee
@@ -57,6 +58,7 @@ async def test_augmented_images_are_the_same_on_a_mesh() -> None:
     await trained_equal(replace(example.job, steps=2, eval_every=0, eval_data=None))
 
 
+@pytest.mark.slow
 def test_the_table_is_read_right_with_the_average() -> None:
     example = module_of("tabular")
     result = meshcee.train(example.job, local=2)

@@ -416,7 +416,7 @@ def test_a_run_survives_a_power_cut(tmp_path: Path) -> None:
     assert survives(tmp_path, a_run) > 100
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("work", "function", "there", "instead"),
     [

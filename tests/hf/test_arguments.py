@@ -295,6 +295,7 @@ def test_a_schedule_that_the_library_refuses_is_refused_and_so_is_one_of_a_new_k
 # -- the library ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("stand_in", "says"),
     [

@@ -24,6 +24,7 @@ def example(name: str) -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_the_example_trains_an_adapter_that_loads_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,6 +121,7 @@ def test_a_causal_model_trains_as_the_plain_loop_and_goes_on_where_it_stopped(tm
     assert equal(loaded, second.model.state_dict())
 
 
+@pytest.mark.slow
 def test_what_a_callback_of_the_library_refuses_is_said_in_its_words(tmp_path: Path) -> None:
     stopping = transformers.EarlyStoppingCallback(early_stopping_patience=4)
     args = arguments(tmp_path, eval_strategy="steps", eval_steps=1)
@@ -181,6 +182,7 @@ def test_a_classifier_is_measured_on_the_whole_set_and_its_best_state_comes_back
     assert equal(loaded.state_dict(), trainer.model.state_dict())
 
 
+@pytest.mark.slow
 def test_where_the_best_state_is_not_on_the_disk_the_model_has_the_last_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +255,7 @@ def test_a_schedule_that_looks_at_evaluations_trains_as_a_plain_loop_with_its_ra
     assert equal(second.model.state_dict(), plain.state_dict)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("options", "precision", "recompute"),
@@ -417,6 +420,7 @@ def test_an_evaluation_of_another_length_is_refused_before_the_start(tmp_path: P
         Trainer(llama(), args, train_dataset=texts(8), eval_dataset=short)
 
 
+@pytest.mark.slow
 def test_grouped_queries_under_masks_that_mask_nothing_are_refused_with_what_to_write(tmp_path: Path) -> None:
     """transformers leaves such a mask out where a micro-batch has no padding, and adds gradients in another order then."""
     config = transformers.LlamaConfig(**{**llama().config.to_diff_dict(), "num_key_value_heads": 1})
@@ -426,6 +430,7 @@ def test_grouped_queries_under_masks_that_mask_nothing_are_refused_with_what_to_
         trainer.train()
 
 
+@pytest.mark.slow
 def test_a_callback_cannot_evaluate_what_is_with_the_peers(tmp_path: Path) -> None:
     asks = Asks()
     args = arguments(tmp_path, eval_strategy="steps", eval_steps=1)

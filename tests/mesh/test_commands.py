@@ -113,6 +113,7 @@ def test_status_shows_peers_links_and_the_coordinator(mesh: Peers) -> None:
     assert f"graphs of others are checked {'apart, behind' if apart else 'in the process'}" in shown.out
 
 
+@pytest.mark.slow
 def test_a_dry_run_plans_and_trains_nothing(mesh: Peers, tmp_path: Path) -> None:
     done = meshcee("train", str(write_job(tmp_path)), "--join", mesh.token, "--dry-run", "--json", home=mesh.home)
     assert done.code == 0, done.err
@@ -120,6 +121,7 @@ def test_a_dry_run_plans_and_trains_nothing(mesh: Peers, tmp_path: Path) -> None
     assert not any("report" in line for line in done.lines)
 
 
+@pytest.mark.slow
 def test_plan_and_simulate_say_what_a_live_mesh_would_do(mesh: Peers, tmp_path: Path) -> None:
     job, page = str(write_job(tmp_path)), tmp_path / "plan.html"
     arguments = ("plan", job, "--join", mesh.token, "--stages", "2", "--explain", "--html", str(page))
@@ -211,6 +213,7 @@ def test_the_owner_may_compute_too(tmp_path: Path) -> None:
     assert len(plan["pipelines"][0]["stages"]) == 2
 
 
+@pytest.mark.slow
 def test_a_fresh_token_admits_too(mesh: Peers, tmp_path: Path) -> None:
     fresh = meshcee("token", "--join", mesh.token, "--valid", "1h", home=mesh.home)
     assert fresh.code == 0, fresh.err
@@ -271,6 +274,7 @@ def test_run_stop_ends_a_run_from_another_terminal(mesh: Peers, tmp_path: Path) 
     assert (tmp_path / "tiny-stopped.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_exits_with_7(mesh: Peers, tmp_path: Path) -> None:
     job = write_job(tmp_path, loss="(out / 0).mean()")
     done = meshcee("train", str(job), "--join", mesh.token, home=mesh.home)
@@ -428,6 +432,7 @@ def test_two_peers_with_one_identity_are_refused(mesh: Peers, tmp_path: Path) ->
     assert "identity" in done.err
 
 
+@pytest.mark.slow
 def test_a_job_whose_last_peer_is_killed_ends_with_its_name_and_how_to_go_on(tmp_path: Path) -> None:
     with peers(tmp_path / "home", 1) as mesh:
         with training(mesh, write_job(tmp_path, steps=1_000_000), "--regroup", "0.5") as process:

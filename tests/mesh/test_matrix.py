@@ -241,7 +241,7 @@ def test_every_pair_of_settings_is_in_some_case() -> None:
     assert pairwise(FACTORS) == CASES
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("case", marked())
 def test_any_combination_equals_the_plain_loop(owner: MeshOwner, eager: EagerProcess, case: Case) -> None:
     job = job_of(case)

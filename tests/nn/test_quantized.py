@@ -203,6 +203,7 @@ def test_an_unfolded_weight_is_not_kept_from_f_to_w(split: bool) -> None:
     assert max(cost.activation_bytes for cost in capture(job).costs) < width * width  # and so it is planned
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_frozen_weight_costs_its_codes_alone(precision: str) -> None:
     """No moments, no gradient, no master, no copy; what the planner counts is what is held."""

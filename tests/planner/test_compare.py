@@ -83,6 +83,7 @@ def test_every_row_is_a_plan_that_fits_is_priced_by_the_simulator_and_is_what_it
     assert about == {"without": set(plan.peers), "with": set(cluster.devices) - set(plan.peers)}
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(st.integers(min_value=-200, max_value=200))
 def test_more_hardware_never_makes_a_step_slower_and_its_gain_is_not_the_longer_search(seed: int) -> None:
@@ -199,6 +200,7 @@ def test_a_device_like_one_that_is_left_out_costs_nothing() -> None:
     assert without.found.step_s == pytest.approx(period_s(plan, near, work))
 
 
+@pytest.mark.slow
 def test_a_live_mesh_is_compared_with_every_codec_and_only_within_what_its_members_run() -> None:
     mesh = measured()
     job = replace(JOB, codec="auto", pipelines=True)

@@ -79,6 +79,7 @@ def test_a_jobs_codec_is_planned_and_priced() -> None:
     assert steps["int8"] < steps["none"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("choice", "expected"), [("auto", "bf16-lossless"), ("lossless", "lossless")])
 def test_between_regions_only_boundaries_are_coded_and_priced_so(choice: str, expected: str) -> None:
     job = replace(JOB, codec=choice)
@@ -196,6 +197,7 @@ def test_an_idle_gpu_hides_neither_the_plan_with_room_for_copies_nor_that_none_h
     assert {*found.peers, *(left.peer for left in found.left_out)} == devices.keys()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("memory_bytes", "missing"), [(100 * 10**6, []), (40 * 10**6, [NO_FAR_ROOM]), (20 * 10**6, [NO_ROOM])]
 )

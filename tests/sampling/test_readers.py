@@ -182,6 +182,7 @@ def test_a_class_of_the_jobs_own_file_is_found_by_every_process(tmp_path: Path) 
         assert same(readers.take(0, MICRO), read_here(job, 0))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.usefixtures("imports")
 @pytest.mark.parametrize("repeats", [True, False])
 def test_samples_that_each_process_has_made_for_itself_are_refused(repeats: bool, tmp_path: Path) -> None:

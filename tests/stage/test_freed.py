@@ -50,6 +50,7 @@ def job_of(name: str) -> Job:
     return deep(64) if name == "quantized" else zoo.make(name)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, {"order": "fused", "split": False}], ids=str)
 @pytest.mark.parametrize("name", ["char_gpt", "unet", "fno", "quantized"])
@@ -66,6 +67,7 @@ def test_a_stage_that_is_left_frees_what_it_held(name: str, options: dict[str, A
     assert not made_since(before)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["char_gpt", "quantized"])
 def test_a_micro_batch_leaves_no_activations_behind(name: str, uncollected: None) -> None:
     """Those of the last one would otherwise stay beside the optimizer's step, which no plan counts."""

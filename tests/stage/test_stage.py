@@ -73,7 +73,7 @@ def assert_equal(chain: Chain, losses: list[list[torch.Tensor]], want: Reference
         assert torch.equal(state[name], tensor), f"{name} differs by {(state[name] - tensor).abs().max()}"
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow), 3, 5])
 @pytest.mark.parametrize("model", zoo.PHASE_ONE)
 def test_a_chain_of_stages_is_the_eager_loop(model: str, stages: int) -> None:
@@ -84,7 +84,7 @@ def test_a_chain_of_stages_is_the_eager_loop(model: str, stages: int) -> None:
     assert_equal(chain, chain.run(job.steps), expected(model, optimizer))
 
 
-@pytest.mark.cases(12)
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("order", ["fused", "split", "late"])
 @pytest.mark.parametrize(
     "options", [{"split": False}, {"recompute": True}, {"split": False, "recompute": True}], ids=str
@@ -99,7 +99,7 @@ def test_every_way_to_run_a_stage_has_the_same_bits(model: str, options: dict[st
 KINDS = [m if m in zoo.PHASE_ONE else pytest.param(m, marks=pytest.mark.slow) for m in zoo.ALL]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("order", "split"), [("fused", False), ("fused", True), ("late", True)])
 @pytest.mark.parametrize("model", KINDS)
 def test_every_place_where_a_model_can_be_cut(model: str, order: str, split: bool) -> None:
@@ -221,7 +221,7 @@ def test_a_bias_of_positions_in_bf16_wants_a_mask_that_is_always_there() -> None
     assert_equal(chain, chain.run(2), reference(job))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("model", "kept"),
     [("cnn", ("*Norm*",)), ("char_gpt", ("blocks.*.mlp.?", "LayerNorm")), ("lora", ("frozen",)), ("llama", ("*norm",))],
@@ -239,7 +239,7 @@ def test_what_a_job_keeps_in_full_beside_bf16(model: str, kept: tuple[str, ...])
     assert not all(torch.equal(tensor, rounded.state[name]) for name, tensor in want.state.items())
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ema", [None, 0.9])
 @pytest.mark.parametrize("kept", [(), ("blocks.*.mlp.?",), ("*",)])
 def test_a_plan_counts_what_weights_gradients_masters_and_moments_take(
@@ -285,6 +285,7 @@ def test_sizes_that_vary_between_micro_batches(model: str, stages: int) -> None:
     assert_equal(chain, chain.run(job.steps), expected(model, "adamw"))
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "options",
     [
@@ -482,6 +483,7 @@ class Detached(Mixed):
         return super().forward(x) + self.pooler(x.bfloat16()).float().detach()[:, :3]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize(("kind", "precision", "seed"), [(Mixed, "fp32", 0), (Mixed, "bf16", 1), (Detached, "fp32", 8)])
 def test_norms_of_two_types_are_combined_as_the_gradients_that_there_are(
@@ -576,7 +578,7 @@ class Transposed(nn.Module):
         return self.head(h)  # type: ignore[no-any-return]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("split", [True, False], ids=["split", "whole"])
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 def test_a_gradient_leaves_a_stage_as_it_lies_in_memory(tied: bool, split: bool) -> None:
@@ -616,7 +618,7 @@ SHARED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("order", ["fused", "split", "late"])
 @pytest.mark.parametrize("layer", SHARED)
 def test_a_layer_that_stages_share_and_use_more_than_once(layer: str, order: str) -> None:

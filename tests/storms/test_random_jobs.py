@@ -41,6 +41,7 @@ def drawn(**changes: Any) -> Drawn:
     return replace(draw(0), **{**usual, **sizes, **layers, "clip": None, "rates": {}, **changes})
 
 
+@pytest.mark.slow
 def test_what_callbacks_ask_for_in_steps_that_are_taken_back_counts_once() -> None:
     """A peer is killed while it is audited, after the first step has halved the rate: that step is told of once more."""
     one = drawn(
@@ -67,6 +68,7 @@ def test_what_callbacks_ask_for_in_steps_that_are_taken_back_counts_once() -> No
     assert any("killed" in blow for blow in found["blows"])
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("turn", range(8))
 def test_every_kind_of_layer_is_trained(turn: int) -> None:
@@ -74,6 +76,7 @@ def test_every_kind_of_layer_is_trained(turn: int) -> None:
     assert found["outcome"] == "equal", found
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("what", ["totals", "state", "ema", "metrics", "moments"])
 def test_a_difference_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:

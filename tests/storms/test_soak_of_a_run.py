@@ -66,6 +66,7 @@ class Counted:
         monkeypatch.setattr(CosineAnnealingLR, "step", taken)
 
 
+@pytest.mark.slow
 def test_an_epoch_takes_no_longer_to_begin_the_later_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was reported is neither read again nor written again, and the schedule does not begin anew."""
     kept_every, lost = 4, (8, 14)

@@ -60,7 +60,7 @@ def outcomes(seeds: range, *, augmented: bool = False) -> list[tuple[int, list[s
     return [(r["seed"], r["blows"], r["outcome"]) for r in found if r["outcome"] != "equal"]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", TOLD)
 def test_storms_of_one_kind(kind: str) -> None:
     found = play(1, kinds=[kind], aims=[], steps=STEPS)
@@ -78,6 +78,7 @@ def test_a_blow_is_aimed_at_a_moment(moment: str) -> None:
     assert found["hand_overs_begun"] == (moment == "hand-over"), found
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", REFUSALS)
 def test_the_owners_disk_refuses_a_checkpoint_that_is_under_way(kind: str) -> None:
@@ -87,6 +88,7 @@ def test_the_owners_disk_refuses_a_checkpoint_that_is_under_way(kind: str) -> No
     assert found["refused"] > 0, found
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("seed", [3, 6])
 def test_who_leaves_while_a_plan_hands_over_costs_no_steps(seed: int) -> None:
@@ -97,6 +99,7 @@ def test_who_leaves_while_a_plan_hands_over_costs_no_steps(seed: int) -> None:
     assert not any(back["again"] for back in found["back"]), found
 
 
+@pytest.mark.slow
 def test_a_run_hands_over_and_a_seed_is_the_same_storm_each_time() -> None:
     one, again = ({**play(4), "seconds": 0.0} for _ in range(2))
     assert one == again
@@ -160,6 +163,7 @@ def test_many_storms() -> None:
     assert outcomes(range(1000, 1060)) == []
 
 
+@pytest.mark.slow
 def test_copies_of_a_peer_whose_device_fails_are_used(tmp_path: Path) -> None:
     """A stage's holder dies, and the only other one that has its state cannot compute: it can still give it."""
 
@@ -244,6 +248,7 @@ def sweep(tmp_path: Path, moments: range) -> set[str]:
     return died
 
 
+@pytest.mark.slow
 def test_a_coordinator_dies_at_some_moments(tmp_path: Path) -> None:
     assert sweep(tmp_path, range(12, 60, 24))
 
@@ -254,6 +259,7 @@ def test_a_coordinator_dies_between_any_two_messages(tmp_path: Path) -> None:
     assert sweep(tmp_path, range(150)) >= {"plan?", "plan", "offer", "state", "state_end", "ready", "step", "applied"}
 
 
+@pytest.mark.slow
 def test_a_stream_that_breaks_while_a_leavers_state_is_read_costs_no_steps(tmp_path: Path) -> None:
     """Storm 7000228: the owner asked who had made the copy only once, and then went back to older ones."""
     parts: list[str] = []
@@ -288,6 +294,7 @@ def test_a_stream_that_breaks_while_a_leavers_state_is_read_costs_no_steps(tmp_p
     assert past.wrong == []
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("error", "step", "backs"), [(errno.ENOSPC, 2, 1), (errno.EROFS, 2, 1), (errno.ENOSPC, 6, 0)])
 def test_who_leaves_while_the_owners_disk_refuses_the_state_costs_no_steps(

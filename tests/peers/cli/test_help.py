@@ -79,6 +79,7 @@ def test_a_terminal_shows_a_commands_help_as_it_was_written(words: tuple[str, ..
     assert not [text for text in texts if re.search(r"\[[a-z]", text)]
 
 
+@pytest.mark.slow
 def test_a_command_that_looks_at_a_mesh_loads_no_solver_and_no_algebra() -> None:
     """Half a second of each command, and 70 MiB. What hivemind wants of scipy is there when somebody calls it."""
     code = """

@@ -62,7 +62,7 @@ def test_a_screen_shows_a_text_and_does_not_obey_it(name: str) -> None:
     assert all(c.isprintable() or c == "\n" for c in out.getvalue())
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("kind", [LineView, RichView])
 def test_names_and_limits_of_others_pass_through_the_views_of_a_run(kind: type[LineView], name: str) -> None:
@@ -178,6 +178,7 @@ def test_a_file_without_a_token_is_one_sentence(tmp_path: Path, content: bytes |
         read_token(f"@{file}")
 
 
+@pytest.mark.slow
 def test_every_command_that_joins_reads_a_token_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text("no token at all\n")

@@ -132,6 +132,7 @@ def test_an_empty_picture_says_what_is_missing() -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 async def test_a_run_of_this_machine_tells_its_limit_and_all_its_losses(tmp_path: Path) -> None:
     """An observer on the owner's machine finds the run's folder; one on another machine knows what the mesh was told."""
     home, told = Home(tmp_path / "home"), []

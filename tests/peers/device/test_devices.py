@@ -36,6 +36,7 @@ def test_random_numbers_on_unlike_devices_are_refused() -> None:
         check_kinds(captured, plan, {"p0": "cuda", "p1": "cpu", "p2": "cuda"})
 
 
+@pytest.mark.slow
 def test_dropout_between_the_layers_of_a_recurrent_module_is_refused_on_a_gpu() -> None:
     def checked(layers: int, dropout: float, kind: str) -> None:
         torch.manual_seed(0)
@@ -139,6 +140,7 @@ SOME = {"baked", "char_gpt", "unet", "moe"}
 KINDS = [m if m in SOME else pytest.param(m, marks=pytest.mark.slow) for m in ("baked", *zoo.ALL)]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_graph_captured_on_a_cpu_computes_on_a_gpu_alone(name: str) -> None:
     """On tensors that claim to be on a GPU and have no memory: torch refuses operators that mix them with others."""
@@ -164,7 +166,7 @@ def test_a_graph_captured_on_a_cpu_computes_on_a_gpu_alone(name: str) -> None:
             received = list(made[: len(spec.sent)])
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("order", ["late", "fused"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_step_leaves_nothing_on_the_cpu(name: str, order: str) -> None:

@@ -140,6 +140,7 @@ async def test_a_worker_that_is_ready_can_open_connect_start_and_signal_nothing(
         assert await refusal(found, b"tell") == "possible: "
 
 
+@pytest.mark.slow
 async def test_what_the_kernel_refuses_is_said_and_not_fatal() -> None:
     data = graph()
     with capture_logs() as logs:
@@ -199,6 +200,7 @@ async def test_a_peer_with_many_open_files_checks_graphs_all_the_same() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 async def test_a_worker_that_cannot_start_is_an_error_of_this_peer_and_says_why() -> None:
     async with workers("peers.device.worker.no_such_work") as found:
         with pytest.raises(PlanError, match=r"did not start: ModuleNotFoundError: No module named .*no_such_work"):

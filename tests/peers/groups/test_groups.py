@@ -147,6 +147,7 @@ async def test_a_step_in_which_no_label_counts_is_one_of_the_optimizer() -> None
         torch.testing.assert_close(tensor, expected.state_dict[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
+@pytest.mark.slow
 async def test_bf16_on_groups_stays_near_and_replicas_equal() -> None:
     job = zoo.make("char_gpt", batch_size=2 * MICRO, micro_batch_size=MICRO, steps=2, precision="bf16")
     trained = await train_shared(job, ((4, 2), (3, 3)))
@@ -199,6 +200,7 @@ def mixing_job(how: str, **changes: Any) -> Job:
     return make_job(**settings | changes)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("how", "said"),
     [

@@ -168,6 +168,7 @@ async def test_a_job_that_asks_is_trained_by_a_group_of_unlike_devices_as_planne
     assert_close(result, job)
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_those_who_are_left_of_a_group_form_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_costs, "why_one_pipeline", lambda program: "this test is about groups")

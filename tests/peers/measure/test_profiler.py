@@ -202,6 +202,7 @@ async def test_idle_links_are_measured_soon_and_then_sparingly(monkeypatch: pyte
     assert sum(source == changes[0] for source, _ in probed[first:]) <= PROBE_SHARE * idle_s / probe_s + 1
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("bandwidth", [2e5, 8e5, 1e7])
 @virtual_time
 async def test_links_that_are_asked_about_are_measured_with_a_small_share_of_their_time(

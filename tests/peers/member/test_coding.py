@@ -126,6 +126,7 @@ def crossings(out: str, back: str, seed: int) -> Callable[[int, torch.Tensor], t
     return between
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("out", "back", "recompute"),
     [

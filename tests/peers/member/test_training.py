@@ -83,6 +83,7 @@ def make_job(**changes: object) -> Job:
     return Job(**{**settings, **changes})
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
 async def test_any_number_of_stages_equals_the_plain_loop(stages: int) -> None:
     trained = await train(make_job(), stages, 6)
@@ -199,6 +200,7 @@ async def test_a_stage_with_room_for_one_micro_batch_trains_between_wide_ones() 
     assert trained.losses == (await train(make_job(steps=3), 3, 2)).losses
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("stages", "kept"), [(1, ()), (3, ()), (3, ("*Norm?d", "layers.2"))])
 async def test_bf16_equals_the_eager_loop_with_fp32_masters(
     stages: int, kept: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -219,7 +221,7 @@ async def test_bf16_equals_the_eager_loop_with_fp32_masters(
         assert torch.equal(tensor, expected.state[name]), name
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("form", ["module", "function", "checkpoint"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 async def test_a_model_whose_checkpoint_is_in_16_bits_has_fp32_masters(
@@ -257,6 +259,7 @@ async def test_micro_batches_are_weighed_by_the_jobs_own_weights() -> None:
     assert trained.losses == plain(make_job(loss=loss, weight=job.weight), 5, 6).losses
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("stages", [1, 2])
 async def test_a_step_in_which_no_label_counts_is_the_plain_loops(stages: int) -> None:
@@ -335,6 +338,7 @@ class Scattered(nn.Module):
         return h @ torch.stack(list(self.second)).view(-1, 4)
 
 
+@pytest.mark.slow
 async def test_norms_of_many_parameters_need_no_large_header(monkeypatch: pytest.MonkeyPatch) -> None:
     def job() -> Job:
         torch.manual_seed(0)

@@ -110,6 +110,7 @@ async def test_a_set_in_a_process_gives_the_bits_that_it_gives_here(file: Path) 
                 await scans.batch(7, 2, [14], LAYOUT)
 
 
+@pytest.mark.slow
 async def test_rows_that_are_dicts_are_read_alike_at_their_place(file: Path) -> None:
     async with opened(f"scans={file}:rows") as scans:
         wanted = inputs_of(batch_of(Scans(), [5, 39], 7, 2))

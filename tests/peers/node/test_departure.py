@@ -106,6 +106,7 @@ async def test_a_member_that_asks_to_leave_is_left_out_at_a_steps_end(tmp_path: 
     assert again == []
 
 
+@pytest.mark.slow
 async def test_two_leave_at_once_and_a_third_while_the_plan_changes(tmp_path: Path, again: list[int]) -> None:
     def leave(leavers: Leavers, report: Report) -> None:
         if report.step == 7:
@@ -195,6 +196,7 @@ async def test_an_idle_peer_leaves_at_once_and_takes_no_job(tmp_path: Path) -> N
             await mesh.plan(job_of(), captured_job(), stages=2)
 
 
+@pytest.mark.slow
 async def test_the_device_that_an_owner_lends_leaves_and_the_owner_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: list[int]
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_device_that_dies_by_a_signal_is_the_loss_of_its_peer(
     assert [set(died) <= set(plan) for plan in plans] == [True, False]
 
 
+@pytest.mark.slow
 def test_devices_that_die_alike_at_the_same_work_end_the_run_which_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

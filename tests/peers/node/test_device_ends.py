@@ -115,6 +115,7 @@ async def until_hung(training: Coroutine[Any, Any, Any], hangs: asyncio.Event) -
     await asyncio.wait([first])
 
 
+@pytest.mark.slow
 async def test_a_call_that_never_comes_back_costs_the_next_owner_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
     with hanging(monkeypatch) as hangs:
         async with lent(monkeypatch) as (device, trains):
@@ -151,6 +152,7 @@ async def test_a_peer_whose_own_process_has_such_a_call_is_busy_and_says_what_to
             assert member.is_busy
 
 
+@pytest.mark.slow
 async def test_a_gpu_that_a_label_has_broken_is_another_processes_for_the_next_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -326,6 +326,7 @@ def rows(path: Path) -> list[tuple[str, str]]:
     return [(name, value.strip()) for name, _, value in (row.partition(":") for row in path.read_text().splitlines())]
 
 
+@pytest.mark.slow
 async def test_the_process_of_a_gpu_gives_up_what_its_driver_can_spare() -> None:
     script = """
 from peers.node.device_process import confine

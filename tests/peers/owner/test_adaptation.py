@@ -352,6 +352,7 @@ async def test_plans_that_are_known_are_priced_while_a_search_has_to_wait() -> N
     assert within(played.plans, 1.0) >= 0.95
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("every", [3, 6, 12, 25])
 async def test_a_link_that_flaps_causes_one_change_in_fifty_steps_at_most(every: int) -> None:
     factors = flaps(every, 100)

@@ -63,6 +63,7 @@ def test_evaluations_between_steps_are_no_part_of_it() -> None:
     assert found.losses == expected()[0][:FEW]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("lie", [lie for lie in LIES if lie != "copy"])
 def test_a_lie_is_found_where_it_is_looked_for_and_nobody_else_is(lie: str) -> None:
     place = 2 if lie == "loss" else 1
@@ -132,7 +133,7 @@ def frozen_job(optimizer: str) -> Job:
     )
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("optimizer", sorted(PER_PARAMETER))
 def test_what_no_step_changes_is_the_owners_own_and_some_optimizers_begin_with_a_state(optimizer: str) -> None:
     job = frozen_job(optimizer)
@@ -330,6 +331,7 @@ class Silent:
         self._patched.undo()
 
 
+@pytest.mark.slow
 def test_who_fails_when_it_must_show_is_left_out_unnamed_and_its_steps_are_taken_back(tmp_path: Path) -> None:
     struck: list[int] = []
 

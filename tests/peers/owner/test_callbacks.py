@@ -107,6 +107,7 @@ def evaluated(job: Job, model: nn.Module) -> float:
 # -- the learning rate
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stages", [1, 3])
 async def test_a_plateau_lowers_the_rate_as_torchs_own_class_in_a_plain_loop(stages: int) -> None:
     options: dict[str, Any] = {"factor": 0.3, "min_lr": 5e-4, "patience": 1, "threshold": 0.9, "cooldown": 1}
@@ -169,6 +170,7 @@ async def test_no_step_begins_before_a_callback_that_waits_has_heard_of_the_one_
     assert lower.at == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("until", [2, 7])
 async def test_a_resumed_run_has_the_rates_that_it_had(tmp_path: Path, until: int) -> None:
@@ -189,6 +191,7 @@ async def test_a_resumed_run_has_the_rates_that_it_had(tmp_path: Path, until: in
     assert again.at == list(range(len(told) + 1, 7))
 
 
+@pytest.mark.slow
 async def test_a_loss_changes_no_rate_and_is_told_of_once(tmp_path: Path) -> None:
     class Hears(Lower):
         def __init__(self) -> None:
@@ -264,6 +267,7 @@ async def test_a_run_that_has_so_ended_ends_there_when_it_is_resumed(tmp_path: P
     assert longer.losses == plain(job_of(), 8, MICRO).losses
 
 
+@pytest.mark.slow
 async def test_a_run_that_a_callback_was_ending_ends_there_when_it_is_resumed(tmp_path: Path) -> None:
     """Its owner was killed before it could. Who resumes it once more trains on."""
 
@@ -289,6 +293,7 @@ async def test_a_run_that_a_callback_was_ending_ends_there_when_it_is_resumed(tm
     assert whole.losses == plain(job_of(), STEPS, MICRO).losses
 
 
+@pytest.mark.slow
 async def test_the_best_state_outlives_newer_checkpoints(tmp_path: Path) -> None:
     """Here the first evaluation is the best, as the rate is far too high afterwards; every second step is saved."""
 
@@ -308,6 +313,7 @@ async def test_the_best_state_outlives_newer_checkpoints(tmp_path: Path) -> None
     assert all(torch.equal(saved[name], tensor) for name, tensor in expected.module.named_parameters())
 
 
+@pytest.mark.slow
 async def test_the_short_words_for_both_do_the_same(tmp_path: Path) -> None:
     def spoil(run: Control, report: Any) -> None:
         if not report.step:
@@ -357,6 +363,7 @@ def test_a_run_that_a_callback_needs_on_the_disk_is_kept(tmp_path: Path, monkeyp
     }
 
 
+@pytest.mark.slow
 async def test_the_best_state_is_still_the_best_when_the_run_is_resumed(tmp_path: Path) -> None:
     home = Home(tmp_path)
     job = job_of(eval_every=3, checkpoint_every=2)
@@ -409,6 +416,7 @@ class Cut(Exception):
     """The end of an owner, in the middle of something."""
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("at", [3, 4])
 async def test_a_resumed_run_evaluates_and_saves_when_that_was_asked_for(tmp_path: Path, at: int) -> None:
@@ -492,7 +500,7 @@ def late(run: Control, report: Any) -> None:
     run.set_lr(1.0, step=0)
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("callback", "says"),
     [
@@ -565,7 +573,7 @@ CHANGED = {
 }
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("what", CHANGED)
 def test_what_the_graph_would_not_follow_ends_the_run(what: str) -> None:
     """KL annealing by a list, a temperature, thawed layers: a plain loop goes on with it, and the mesh trained on in silence."""

@@ -196,7 +196,7 @@ def test_a_group_does_not_share_an_evaluation_that_draws() -> None:
     assert "evaluation draws random numbers there" in why_not_shared(job, capture(job))
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "made_up",
     [
@@ -256,6 +256,7 @@ class Centred(torch.nn.Module):
         return out
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("assigns", "stages"), [(True, 1), (False, 2)]
 )  # what is assigned is one block from its first read on

@@ -36,7 +36,7 @@ from tests.rig.mesh_fixture import even_plan
 from tests.rig.virtual_time import quiet, run
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(
     ("shares", "clip_norm", "kind", "sender", "receiver"),

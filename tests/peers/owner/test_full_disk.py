@@ -73,6 +73,7 @@ def check(found: Run) -> None:
     assert [path.name for path in found.folder.rglob("*.part")] == []
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("error", "kill"), [(errno.ENOSPC, False), (errno.EROFS, True)])
 def test_a_run_outlives_its_disk_and_catches_up(tmp_path: Path, error: int, kill: bool) -> None:
@@ -87,6 +88,7 @@ def test_a_run_outlives_its_disk_and_catches_up(tmp_path: Path, error: int, kill
         assert any("bytes are needed" in entry["disk"] for entry in told)
 
 
+@pytest.mark.slow
 def test_weights_that_the_disk_refuses_at_the_end_are_waited_for_with_a_word_a_minute(tmp_path: Path) -> None:
     broken = RefusingDisk(tmp_path / "runs")
     with capture_logs() as logged:
@@ -96,6 +98,7 @@ def test_weights_that_the_disk_refuses_at_the_end_are_waited_for_with_a_word_a_m
     assert broken.refused >= 120 / RETRY_S - 1
 
 
+@pytest.mark.slow
 def test_the_disk_of_all_peers_is_full_and_one_dies(tmp_path: Path) -> None:
     """Terms too: nobody claims, everybody goes on with what they believe."""
     check(trained(tmp_path, RefusingDisk(tmp_path), errno.ENOSPC, kill=True))
@@ -126,6 +129,7 @@ def test_a_disk_that_cannot_be_read_ends_no_run_whose_state_peers_hold(
         assert breaks(lambda: away(tmp_path / "2", monkeypatch))
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_ends_no_run(tmp_path: Path) -> None:
     """Its owner lists all there are with each new one, and goes back to the newest when it misses a member."""
 

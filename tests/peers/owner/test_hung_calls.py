@@ -139,6 +139,7 @@ def test_who_hangs_in_an_evaluation_is_blamed_in_time(
     assert within_s < after_s <= within_s + 3 * TIMES.beat_s
 
 
+@pytest.mark.slow
 def test_who_hangs_in_an_evaluation_is_left_out_and_the_run_is_as_if_nothing_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

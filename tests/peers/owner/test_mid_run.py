@@ -32,6 +32,7 @@ async def test_a_break_keeps_the_weights_that_were_asked_for(tmp_path: Path) -> 
     assert_of_the_newest(home, found, 5)
 
 
+@pytest.mark.slow
 async def test_after_a_peer_was_drained_they_are_not_those_of_the_drain(tmp_path: Path) -> None:
     home, ended = Home(tmp_path), -1
     async with a_mesh(home, 3) as (here, mesh), asyncio.TaskGroup() as group:

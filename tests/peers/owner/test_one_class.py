@@ -29,6 +29,7 @@ async def others_come(storm: Storm) -> None:
             await storm.start(name, times=8.0)
 
 
+@pytest.mark.slow
 def test_a_run_whose_class_is_lost_waits_for_it_and_does_not_go_on_with_another(tmp_path: Path) -> None:
     classes: list[tuple[str, ...]] = []
 

@@ -156,6 +156,7 @@ def test_a_member_that_cannot_decode_a_frame_or_build_its_stage_is_lost(
     assert len(plans[0] - plans[1]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("kind", "says"),
@@ -194,6 +195,7 @@ class Widened:
         monkeypatch.setattr(Executor, "take", taken)
 
 
+@pytest.mark.slow
 def test_who_sends_what_no_stage_can_take_is_a_suspect_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,6 +225,7 @@ def test_what_two_members_fail_alike_at_ends_the_run_and_says_so(
     assert len(set(failing.failed)) == 2
 
 
+@pytest.mark.slow
 def test_a_member_that_never_becomes_ready_is_left_out_the_first_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +245,7 @@ def test_a_member_that_never_becomes_ready_is_left_out_the_first_time(
     assert len(plans[1] - plans[2]) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(("how", "times"), [("never ready", 1), ("says nothing", 2)])
 def test_who_does_not_become_ready_for_the_first_offer_is_left_out_and_the_run_begins_with_the_others(
@@ -277,6 +281,7 @@ def test_who_does_not_become_ready_for_the_first_offer_is_left_out_and_the_run_b
     assert told_s[0] - at_s[0] < virtual_chaos.TIMES.offer_s + 30.0
 
 
+@pytest.mark.slow
 def test_a_member_that_hangs_up_during_its_offers_is_left_out_though_it_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -296,6 +301,7 @@ def test_a_member_that_hangs_up_during_its_offers_is_left_out_though_it_answers(
     assert len(plans[1] - plans[2]) == 1
 
 
+@pytest.mark.slow
 def test_a_device_that_hung_is_not_tried_again_while_others_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

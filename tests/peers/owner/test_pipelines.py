@@ -247,6 +247,7 @@ def given() -> tuple[Job, Plan]:
     return job, Plan(8, tuple(pipelines))
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_a_step_takes_as_long_as_was_simulated() -> None:
     job, plan = given()
@@ -279,6 +280,7 @@ async def test_the_run_goes_on_without_a_member_of_a_pipeline(tmp_path: Path) ->
     assert_live(result, job)
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_a_region_that_holds_some_blocks_alone_is_lost_and_the_run_goes_on_from_far_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

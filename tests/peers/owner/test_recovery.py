@@ -151,6 +151,7 @@ class Slow(Callback):
             time.sleep(0.5)
 
 
+@pytest.mark.slow
 async def test_a_step_that_counts_is_told_of_though_its_epoch_ends_while_callbacks_hear_of_it(tmp_path: Path) -> None:
     home, told = Home(tmp_path), []
     async with a_mesh(home, 3) as (here, mesh):
@@ -183,6 +184,7 @@ async def test_a_killed_member_is_replaced_by_those_who_are_left(tmp_path: Path,
     assert course["step"] > 10
 
 
+@pytest.mark.slow
 async def test_who_stays_is_sent_only_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Copying, "is_due", lambda *args: False)  # else it may be read from peers
     home, told = Home(tmp_path), []
@@ -250,6 +252,7 @@ async def test_the_coordinators_loss_stops_nothing(tmp_path: Path) -> None:
     assert_undisturbed(result, told, home)
 
 
+@pytest.mark.slow
 async def test_a_cut_between_two_stages_that_both_answer_the_owner(tmp_path: Path) -> None:
     """The next plan already does without their link: with the fourth peer in the place of one of them."""
     home, told, plans = Home(tmp_path), list[Report](), list[Plan]()
@@ -356,6 +359,7 @@ async def test_nobody_waits_long_for_the_answer_of_who_was_silent_before(tmp_pat
             assert loop.time() - began_s == pytest.approx(took_s)
 
 
+@pytest.mark.slow
 async def test_a_member_that_falls_silent_during_its_offer_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,6 +391,7 @@ async def test_a_member_that_falls_silent_during_its_offer_is_given_up(
     assert_undisturbed(result, told, home)
 
 
+@pytest.mark.slow
 async def test_whoever_is_ready_waits_for_a_slow_builder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than a silent owner would be given."""
     home, told = Home(tmp_path), []
@@ -405,6 +410,7 @@ async def test_whoever_is_ready_waits_for_a_slow_builder(tmp_path: Path, monkeyp
     assert not [entry for entry in logged if entry["event"] == Event.MEMBER_LOST]
 
 
+@pytest.mark.slow
 async def test_a_later_plan_that_cannot_run_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer's coordinator may plan what the job cannot have, as dropout on devices of two kinds; the next plan may do."""
     home, told, refused = Home(tmp_path), list[Report](), list[Plan]()

@@ -91,6 +91,7 @@ def short_of_memory(
     return run(story(), inline=True), found
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_copies_long_after_its_members_own_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

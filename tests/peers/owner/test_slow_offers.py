@@ -141,6 +141,7 @@ def test_what_takes_long_begins_and_what_began_can_be_resumed(tmp_path: Path) ->
     assert began_s > TIMES.offer_s
 
 
+@pytest.mark.slow
 def test_what_has_come_of_an_offer_is_not_sent_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One member fails when it has everything; the others are ready, or about to be."""
     build, failed = Offer.build, list[str]()

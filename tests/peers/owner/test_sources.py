@@ -179,6 +179,7 @@ def rows_of(kind: str, **changes: Any) -> Job:
     return job_of(**{**settings, "eval_data": Rows(20, *data.how), "eval_every": 2, **changes})
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("kind", KINDS)
 async def test_rows_that_are_dicts_train_as_in_the_plain_loop(kind: str) -> None:
     trained = await train(rows_of(kind), 2, MICRO)
@@ -264,6 +265,7 @@ async def test_a_run_over_a_stream_goes_on_where_its_owner_died(tmp_path: Path, 
     assert (len(data.reads) < STEPS * BATCH) == (kind is Counted)
 
 
+@pytest.mark.slow
 async def test_a_weighted_order_goes_on_where_its_owner_died_and_no_other_does(tmp_path: Path) -> None:
     home = Home(tmp_path)
 
@@ -299,6 +301,7 @@ def slowly(rows: list[Any]) -> Any:
 ROWS = [sample_of(i) for i in range(96)]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("data", "collate", "weighs"), [(Slow(1000), columns, None), (ROWS, slowly, weight)])
 async def test_the_limit_is_the_data_where_reading_takes_longest(data: Any, collate: Any, weighs: Any) -> None:
     """Where weights need the targets, all is read before the step begins; dropout would wait for who reads in this process."""
@@ -337,6 +340,7 @@ async def test_what_no_collate_may_do_is_told_with_its_place(changes: dict[str, 
         await train(words_of(**changes), 2, MICRO)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("evaluates", [False, True])
 async def test_a_length_that_the_first_samples_do_not_show_is_told_with_its_place(evaluates: bool) -> None:

@@ -203,6 +203,7 @@ class Behind(Story):
                 await asyncio.Event().wait()
 
 
+@pytest.mark.slow
 def test_a_standby_that_has_fallen_behind_has_the_newest_journal_from_a_peer(tmp_path: Path) -> None:
     steps = 3 * STEPS
     story = Behind(tmp_path, None, steps)
@@ -216,6 +217,7 @@ def test_a_standby_that_has_fallen_behind_has_the_newest_journal_from_a_peer(tmp
     assert story.took_over_s < TAKES_OVER_WITHIN_S
 
 
+@pytest.mark.slow
 def test_that_the_record_of_its_run_expires_first_is_no_word_of_a_dead_owner(tmp_path: Path) -> None:
     lasts_s = Directory.ttl_s
 
@@ -241,6 +243,7 @@ class WithAHungDevice(Story):
                 self.hung.compute.pace = Pace(1e-9)
 
 
+@pytest.mark.slow
 def test_a_standby_leaves_out_at_once_whom_the_dead_owner_left_out(tmp_path: Path) -> None:
     story = WithAHungDevice(tmp_path, killed)
     with quiet(), quick_planning():
@@ -250,6 +253,7 @@ def test_a_standby_leaves_out_at_once_whom_the_dead_owner_left_out(tmp_path: Pat
     assert story.hung.peer_id in story.homes["heir"].runs()[0].info["failed"]
 
 
+@pytest.mark.slow
 def test_without_any_copy_a_standby_begins_again_and_tells_of_no_step_twice(tmp_path: Path) -> None:
     story = Story(tmp_path, killed_with_all_copies)
     with quiet(), quick_planning():
@@ -259,6 +263,7 @@ def test_without_any_copy_a_standby_begins_again_and_tells_of_no_step_twice(tmp_
     assert story.heir[0] > 0  # what the owner has told of is known
 
 
+@pytest.mark.slow
 def test_a_standby_that_finds_too_few_peers_says_how_to_go_on(tmp_path: Path) -> None:
     story = Story(tmp_path, killed_with_all_members)
     with quiet(), quick_planning(), pytest.raises(BaseExceptionGroup) as caught:
@@ -269,6 +274,7 @@ def test_a_standby_that_finds_too_few_peers_says_how_to_go_on(tmp_path: Path) ->
     assert f"start more peers, then go on with `meshcee train JOB.py --resume {kept.id}`" in str(error)
 
 
+@pytest.mark.slow
 def test_a_standby_that_alone_cannot_reach_the_owner_leaves_the_run_to_it(tmp_path: Path) -> None:
     story = Story(tmp_path, cut_off_from_the_standby)
     with quiet(), quick_planning():
@@ -349,6 +355,7 @@ class WithAThird(Story):
         return losses
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["demo", "another"])
 def test_a_job_that_waits_leaves_the_run_of_a_dead_owner_to_its_standby(tmp_path: Path, name: str) -> None:
@@ -392,6 +399,7 @@ class WithItsIdentity(Story):
         await self.storm.here.start("chief again", lends=False, identity=self.identities["chief"])
 
 
+@pytest.mark.slow
 def test_another_process_with_the_owners_identity_does_not_keep_the_standby_from_the_run(tmp_path: Path) -> None:
     story = WithItsIdentity(tmp_path, killed)
     with quiet(), quick_planning():
@@ -494,6 +502,7 @@ class TwoHeirs(Story):
             self.outcomes[name] = error
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("late", [False, True])
 def test_of_two_standbys_at_once_one_goes_on(tmp_path: Path, late: bool) -> None:

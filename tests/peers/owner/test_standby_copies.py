@@ -100,11 +100,13 @@ def test_wherever_an_owner_dies_copies_that_its_standby_knows_of_are_there(tmp_p
     assert dies_at - story.began[0] <= 20  # steps: a second
 
 
+@pytest.mark.slow
 def test_without_waiting_for_the_standby_members_have_dropped_what_it_knows_of(tmp_path: Path) -> None:
     with changed(Ledger.has_told, "if not copied.asked and", "return True\n    if not copied.asked and"):
         assert breaks(lambda: play(Fast(tmp_path, 28)))
 
 
+@pytest.mark.slow
 def test_copies_are_there_though_a_newer_checkpoint_died_with_its_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

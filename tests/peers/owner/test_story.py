@@ -93,6 +93,7 @@ class Scripted:
         return request
 
 
+@pytest.mark.slow
 async def test_a_running_job_tells_why_its_plan_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It told of a member that may leave: what it hears of a new plan came before the reason."""
     monkeypatch.setattr(adaptation, "Adaptation", Scripted)
@@ -111,6 +112,7 @@ async def test_a_running_job_tells_why_its_plan_was_changed(tmp_path: Path, monk
     assert events[1]["text"].startswith("the link from ann to ben sagged: ")
 
 
+@pytest.mark.slow
 async def test_without_a_folder_nothing_is_told(tmp_path: Path) -> None:
     async with a_mesh(None, 2) as (_, mesh):  # type: ignore[arg-type]
         await train(mesh, lambda report: None)

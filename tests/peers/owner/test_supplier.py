@@ -158,6 +158,7 @@ async def test_samples_go_from_their_peer_to_the_stages_and_the_run_equals_the_p
         assert [p["datasets"] for p in mesh.agent.known()["peers"] if p["name"] == "hospital"] == [{"pairs": 96}]
 
 
+@pytest.mark.slow
 async def test_evaluations_are_fed_by_the_owner_in_between() -> None:
     job = job_of(eval_data=Pairs(23), eval_every=4)
     async with a_mesh(None, 2) as (_, mesh, _):
@@ -208,6 +209,7 @@ async def test_members_whose_devices_are_processes_are_fed_too(monkeypatch: pyte
         assert set(source.read) == {*range(STEPS)}
 
 
+@pytest.mark.slow
 async def test_a_standby_goes_on_with_the_same_supplier(tmp_path: Path) -> None:
     homes = [Home(tmp_path / name) for name in ("chief", "heir")]
     job = job_of()  # building a model draws, which the standby's look at the data would see
@@ -243,6 +245,7 @@ async def test_a_supplier_that_is_lost_is_replaced_by_another_of_its_region(tmp_
         assert other.read
 
 
+@pytest.mark.slow
 async def test_a_run_waits_for_its_only_supplier_and_goes_on_when_it_is_back(tmp_path: Path) -> None:
     async with a_mesh(Home(tmp_path), 2) as (here, mesh, _), asyncio.TaskGroup() as group:
         again = Here(Noisy(96))
@@ -260,6 +263,7 @@ async def test_a_run_waits_for_its_only_supplier_and_goes_on_when_it_is_back(tmp
         assert again.read
 
 
+@pytest.mark.slow
 async def test_without_its_supplier_the_run_says_how_to_go_on_and_then_does(tmp_path: Path) -> None:
     home = Home(tmp_path)
 

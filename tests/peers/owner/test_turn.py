@@ -73,6 +73,7 @@ async def test_who_waits_begins_when_the_owner_before_it_has_died(tmp_path: Path
     assert virtual_chaos.now() - began_s < 300
 
 
+@pytest.mark.slow
 async def test_jobs_wait_for_their_turn_and_say_for_what(tmp_path: Path) -> None:
     """The first is running when two others come; the one in the middle is given up before its turn."""
     homes = [Home(tmp_path / name) for name in ("first", "second", "third")]

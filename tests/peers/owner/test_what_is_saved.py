@@ -59,6 +59,8 @@ def assert_plain(result: Result, steps: int = STEPS, **changes: object) -> None:
     assert_same(result, expected.losses, expected.state_dict)
 
 
+@pytest.mark.slow
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stops", [False, True])
 async def test_who_is_lost_when_all_is_on_the_disk_takes_no_weights_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stops: bool
@@ -124,6 +126,7 @@ async def test_a_checkpoint_that_outlives_its_epoch_while_it_is_completed_is_tol
     assert hears.saved == sorted({*hears.saved, 3, STEPS})
 
 
+@pytest.mark.slow
 async def test_the_best_state_is_kept_though_another_plan_begins_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from tests.rig.mesh_fixture import beside, even_plan, grouped
 THIN = {pair: link if link is NEAR else LinkProfile(FAR.latency_s, 2e6) for pair, link in LINKS.items()}
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("changes", "stages"),
     [

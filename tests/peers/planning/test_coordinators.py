@@ -75,7 +75,7 @@ FIRST = [
 ]
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("how", "hurried"), [*FIRST, *((how, True) for how in ("is of another version", "hangs", "rounds"))]
 )

@@ -78,6 +78,7 @@ def kills_once(kind: str, *, sender: bool, after: int) -> Callable[[Storm, str, 
     return befall
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["offer", "state_end"])
 def test_a_join_is_broken_by_one_who_leaves(tmp_path: Path, kind: str) -> None:
@@ -89,6 +90,7 @@ def test_a_join_is_broken_by_one_who_leaves(tmp_path: Path, kind: str) -> None:
     assert told(kills_once(kind, sender=False, after=2), tmp_path).done
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("after", [1, 2])
 def test_a_source_dies_in_the_middle_of_its_transfer(tmp_path: Path, after: int) -> None:
@@ -99,6 +101,7 @@ def test_a_source_dies_in_the_middle_of_its_transfer(tmp_path: Path, after: int)
     assert told(kills_once("part", sender=True, after=after), tmp_path).done
 
 
+@pytest.mark.slow
 def test_a_member_that_only_the_owner_cannot_reach(tmp_path: Path) -> None:
     """From chaos of our own: planned with, since others see it, and the run ended with "cannot be reached".
 
@@ -177,7 +180,7 @@ def test_a_plan_names_a_thousand_peers_that_are_left_out(tmp_path: Path) -> None
     assert planned.notes == ("a note",)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("story", "arguments", "function", "line", "instead"),
     [

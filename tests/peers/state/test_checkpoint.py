@@ -134,6 +134,7 @@ async def test_a_run_that_was_cut_off_goes_on_with_other_stages_bit_for_bit(tmp_
     assert len(list(cut.checkpoints.iterdir())) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("first", [0, 3])
 async def test_a_run_goes_on_before_the_steps_that_were_taken_back_though_their_state_is_there(
@@ -225,6 +226,7 @@ async def test_what_is_not_trained_is_in_the_checkpoint_too(tmp_path: Path) -> N
     assert_equal(result.state_dict, model.state_dict())
 
 
+@pytest.mark.slow
 async def test_frozen_weights_are_there_for_who_joins_after_the_checkpoint_they_come_from_was_removed(
     tmp_path: Path,
 ) -> None:
@@ -237,6 +239,7 @@ async def test_frozen_weights_are_there_for_who_joins_after_the_checkpoint_they_
         weights["layers.0.0.weight"]  # training has changed it: nobody asks for this one
 
 
+@pytest.mark.slow
 async def test_an_evaluation_at_the_boundary_is_told_once(tmp_path: Path) -> None:
     job = job_of(eval_data=job_of().data, eval_every=3, metrics={"none": lambda _output, _target: math.nan})
     home, captured = Home(tmp_path), capture(job)
@@ -282,6 +285,7 @@ async def test_a_wrong_run_another_job_or_a_damaged_file_is_one_clear_error(tmp_
     await fails(UsageError, "raise `steps`")
 
 
+@pytest.mark.slow
 async def test_a_damaged_manifest_hides_neither_its_step_nor_the_other_checkpoints(tmp_path: Path) -> None:
     home = Home(tmp_path)
     cut = await crashed(job_of(), home, captured=captured_job(), until=7)

@@ -181,6 +181,7 @@ def test_a_whole_region_is_lost_and_the_run_goes_on_from_copies_in_the_other(
     assert far_apart(of(logged, Event.FAR_COPIES_MADE)[0], names) == {2}
 
 
+@pytest.mark.slow
 def test_a_far_keeper_dies_with_its_region_while_it_reads_and_the_set_before_counts(
     tmp_path: Path, two_regions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +207,7 @@ def test_a_far_keeper_dies_with_its_region_while_it_reads_and_the_set_before_cou
     assert [entry["next_step"] for entry in of(logged, Event.FAR_COPIES_MADE)] == steps[:1]
 
 
+@pytest.mark.slow
 def test_a_far_keeper_dies_alone_with_half_a_copy_and_another_keeps_the_next_set(
     tmp_path: Path, two_regions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +245,7 @@ def cut(logged: Sequence[Mapping[str, Any]], entry: Mapping[str, Any]) -> tuple[
     return logged[:at], logged[at + 1 :]
 
 
+@pytest.mark.slow
 def test_of_two_regions_that_both_hold_everything_only_that_of_the_owner_goes_on(
     tmp_path: Path, two_regions: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

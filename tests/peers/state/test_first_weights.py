@@ -73,6 +73,7 @@ def test_digests_are_of_what_training_changes_and_of_what_it_does_not() -> None:
         check_weights(seeded, run, again=True)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("until", [None, CUT_AT])
 async def test_frozen_weights_of_a_job_in_bf16_travel_in_16_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, until: int | None
@@ -135,6 +136,7 @@ async def test_without_a_checkpoint_a_run_goes_on_with_its_own_first_weights_onl
     assert len(home.run("last").reports()) == told
 
 
+@pytest.mark.slow
 async def test_a_run_of_an_earlier_release_goes_on_as_before(tmp_path: Path) -> None:
     home = Home(tmp_path)
     await trained(job_of(adapters()), home, until=CUT_AT)
@@ -152,6 +154,7 @@ class WithOtherWeights(Story):
         return await mesh.stand_by(self.job, other, tell=self.told.append)
 
 
+@pytest.mark.slow
 def test_a_standby_whose_model_starts_from_other_weights_is_refused_before_it_follows(tmp_path: Path) -> None:
     story = WithOtherWeights(tmp_path, killed)
     with quiet(), pytest.raises(BaseExceptionGroup) as refused:

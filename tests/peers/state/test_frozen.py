@@ -65,6 +65,7 @@ async def trained(mesh: Mesh, of: Job) -> None:
         assert torch.equal(mesh.result.state_dict[name], tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_planning")
 async def test_another_job_of_the_same_owner_is_sent_only_what_is_new(tmp_path: Path, asked: set[str]) -> None:
     async with a_mesh(Home(tmp_path), 2) as (here, mesh):
@@ -106,6 +107,7 @@ def test_it_is_forgotten_in_time(tmp_path: Path, asked: set[str], monkeypatch: p
     run(story())
 
 
+@pytest.mark.slow
 async def test_layers_with_equal_weights_are_all_found(tmp_path: Path, asked: set[str]) -> None:
     def alike() -> Job:
         made = job()

@@ -152,6 +152,7 @@ async def test_who_dies_with_what_it_hands_over_costs_the_steps_since_the_last_c
     assert_undisturbed(result, told, home)
 
 
+@pytest.mark.slow
 async def test_a_plan_whose_beginning_nobody_could_keep_waits(
     tmp_path: Path, again: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ async def test_a_plan_whose_beginning_nobody_could_keep_waits(
     assert again == []
 
 
+@pytest.mark.slow
 async def test_a_disk_that_fills_up_while_a_plan_just_handed_over_to_ends_costs_no_step(
     tmp_path: Path, again: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,6 +241,7 @@ async def test_a_user_who_stops_while_plans_change_has_the_weights(
         assert torch.equal(result.state_dict[name], tensor), name
 
 
+@pytest.mark.slow
 async def test_a_user_who_stops_where_nobody_had_room_for_the_weights_has_them(
     tmp_path: Path, moving: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,7 @@ async def test_a_copy_counts_when_every_stage_has_one_and_while_one_holder_of_ea
     assert epoch.copies.newest(9) is None  # who was gone has lost it
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("order", "blamed", "of"),
     [("lab", "p1", "p0"), ("alb", "p0", "p1"), ("abl", "p0", None)],
@@ -355,6 +356,7 @@ def test_copies_of_another_region_are_kept_as_long_as_they_are_needed_whatever_b
 # -- in a run ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("shares", [((6,), (6,), (6,)), ((4, 2), (6,))], ids=["alone", "in a group"])
 async def test_every_stage_has_two_holders(monkeypatch: pytest.MonkeyPatch, shares: Any) -> None:
     monkeypatch.setattr(Cadence, "is_due", lambda *args: True)
@@ -438,6 +440,7 @@ def test_a_dead_stage_comes_back_from_its_keeper(tmp_path: Path, stage: int) -> 
     assert from_peers(logged) == [base]
 
 
+@pytest.mark.slow
 def test_where_no_memory_is_left_for_copies_there_are_none(tmp_path: Path) -> None:
     with mock.patch("meshcee.planner.has_room_for_copies", return_value=False):
         logged = told(tmp_path, 5, lambda storm: storm.kill(storm.members()[1]))
@@ -456,6 +459,7 @@ def test_holder_and_keeper_die_at_once_and_the_disk_is_what_is_left(tmp_path: Pa
     assert began_at(logged) == [5]
 
 
+@pytest.mark.slow
 def test_a_keeper_that_dies_as_it_gives_its_copy_back_costs_the_steps_since_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -481,6 +485,7 @@ def test_a_keeper_that_dies_as_it_gives_its_copy_back_costs_the_steps_since_the_
     assert began_at(logged) == [4]
 
 
+@pytest.mark.slow
 def test_a_member_that_does_not_reach_a_keeper_leaves_its_stage_to_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -517,6 +522,7 @@ def test_a_member_that_does_not_reach_a_keeper_leaves_its_stage_to_another(
     assert from_peers(logged) == [base, base]
 
 
+@pytest.mark.slow
 def test_after_a_refused_offer_the_copies_of_the_next_epoch_are_not_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -539,6 +545,7 @@ def test_after_a_refused_offer_the_copies_of_the_next_epoch_are_not_forgotten(
     assert all(holders == {2} for holders in copied)
 
 
+@pytest.mark.slow
 def test_a_run_whose_plans_are_refused_waits_until_it_knows_the_other_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

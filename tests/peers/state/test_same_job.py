@@ -75,6 +75,7 @@ def test_what_differs_is_told_as_its_user_wrote_it() -> None:
             check_same(other, capture(other), described, 4)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("changed", "what"),
     [
@@ -90,6 +91,7 @@ def test_a_changed_function_is_found(changed: dict[str, Any], what: str) -> None
         checked(job_of(**changed))
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     "changed", [{}, {"steps": 40}, {"recompute": True}, {"checkpoint_every": 3}, {"eval_data": ROWS}]
 )
@@ -239,6 +241,7 @@ async def trained(home: Home, data: Any, until: int | None = None, resume: str |
         raise unwrap(group) from group
 
 
+@pytest.mark.slow
 async def test_a_run_goes_on_with_its_own_samples_alone(tmp_path: Path) -> None:
     home = Home(tmp_path)
     await trained(home, drawn(1), until=2)
@@ -251,6 +254,7 @@ async def test_a_run_goes_on_with_its_own_samples_alone(tmp_path: Path) -> None:
     assert await trained(home, drawn(1), resume="last") == await trained(Home(tmp_path / "whole"), drawn(1))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("data", [Again, Noisy])
 async def test_a_run_whose_samples_are_drawn_at_each_read_goes_on(tmp_path: Path, data: Callable[[], Any]) -> None:
     """Where they are others at each read, the run keeps what it feeds; else every read draws the same."""

@@ -323,6 +323,7 @@ async def test_a_handlers_last_frame_arrives(kind: str) -> None:
             await stream.recv()
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("answers", [1, 20])
 async def test_last_words_arrive_though_the_other_side_keeps_sending(kind: str, answers: int) -> None:
     """Whoever passes frames on finds one way over first: what has come the other way is still to be passed on."""

@@ -60,6 +60,7 @@ def test_a_hung_device_is_found_and_left_out(tmp_path: Path, stage: int) -> None
     assert gaps_s[-1] < HUNG_STEPS * gaps_s[-2] + TIMES.hung_s + 5 * TIMES.beat_s
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_a_member_that_waits_for_nobody_and_does_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(self: Settlement, round: object) -> None:
@@ -71,6 +72,7 @@ async def test_a_member_that_waits_for_nobody_and_does_nothing_is_named(monkeypa
         await train(make_job(), 3, 6)
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_nobody_is_blamed_for_samples_that_are_long_in_coming(monkeypatch: pytest.MonkeyPatch) -> None:
     in_users_thread, waited = Owner.in_users_thread, list[bool]()

@@ -111,6 +111,7 @@ def test_each_link_of_a_member_has_its_own() -> None:
     assert limits == {"a": pytest.approx([HASTE * WELL, HASTE * 6 * WELL]), "b": pytest.approx([HASTE * 2 * WELL])}
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_members_of_a_mesh_are_throttled_by_what_they_have_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     limits: list[float] = []
