@@ -132,6 +132,8 @@ def _trained(job: Job, model: nn.Module, steps: int, micro_batch: int) -> Iterat
         halve(model, job.keep_fp32)
     live = {name: p for name, p in model.named_parameters() if p.requires_grad}
     masters = {name: nn.Parameter(full[name]) if full else p for name, p in live.items()}
+    for kind in {p.device.type for p in masters.values()}:
+        job.optimizer.check_device(kind)
     optimizer = job.optimizer.build(masters)
     schedule = job.schedule.build(optimizer) if job.schedule else None
     source = source_of(job)

@@ -111,6 +111,11 @@ class Optimizer:
                     "say Optimizer('Adafactor', eps=(1e-7, 1e-3))"
                 )
 
+    def check_device(self, kind: str) -> None:
+        """Raise UsageError where torch does not step so on devices of this kind, as "cpu"."""
+        if kind == "cpu" and any(own.get("capturable") for own in (self.options, *self.groups.values())):
+            raise UsageError("optimizer option capturable=True is for CUDA graphs, and CPUs refuse it; leave it out")
+
     def unmet(self, names: Collection[str], aliases: Mapping[str, str]) -> Iterator[str]:
         """A sentence for each pattern that meets none of these names, by itself. `aliases`: other names of tied ones."""
         for pattern in self.groups:

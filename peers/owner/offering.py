@@ -170,5 +170,7 @@ def check_members(
         from peers.owner.audit import check_judges
 
         check_judges(plan, devices, names)
+    for peer in plan.peers:
+        job.optimizer.check_device(devices[peer].kind)
     check_kinds(captured, plan, {peer: device.kind for peer, device in devices.items()})
     check_alike(plan, devices, names)

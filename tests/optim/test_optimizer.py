@@ -17,6 +17,7 @@ from structlog.testing import capture_logs
 from torch import nn
 
 from meshcee.capture import capture
+from meshcee.eager import plain
 from meshcee.errors import UsageError
 from meshcee.events import Event
 from meshcee.job import Job
@@ -233,3 +234,14 @@ def test_a_step_that_is_to_be_differentiated_is_refused() -> None:
     for options in ({"differentiable": True}, {"groups": {"*": {"differentiable": True}}}):
         with pytest.raises(UsageError, match=r"differentiable=True .*leave it out"):
             Optimizer("SGD", lr=0.1, **options)  # type: ignore[arg-type]
+
+
+def test_what_only_graphs_of_a_gpu_need_is_refused_on_a_cpu() -> None:
+    data = [(torch.ones(2), torch.ones(2))] * 4
+    for options in ({"capturable": True}, {"groups": {"*": {"capturable": True}}}):
+        optimizer = Optimizer("AdamW", lr=0.1, **options)  # type: ignore[arg-type]
+        optimizer.check_device("cuda")
+        with pytest.raises(UsageError, match=r"capturable=True .*leave it out"):
+            optimizer.check_device("cpu")
+        with pytest.raises(UsageError, match=r"capturable=True .*leave it out"):
+            plain(Job(model=nn.Linear(2, 2), loss=F.mse_loss, data=data, optimizer=optimizer, batch_size=2, steps=1))

@@ -9,6 +9,7 @@ import pytest
 from meshcee.capture import capture
 from meshcee.errors import PlanError, UsageError
 from meshcee.figures import DeviceProfile
+from meshcee.optim import Optimizer
 from peers.node.assemble import InProcess, JoinOptions
 from peers.owner.offering import check_members
 from peers.planning.given import check_plan, placed
@@ -86,6 +87,9 @@ def test_pipelines_that_share_blocks_lie_on_devices_of_one_class() -> None:
     unlike = {here: device, there: replace(device, capability="Intel AVX512")}
     with pytest.raises(PlanError, match=r"block 0 on ann .* and bob .*, unlike in model"):
         check_members(job, captured, plan, unlike, {here: "ann", there: "bob"})
+    graphs = replace(job, optimizer=Optimizer("AdamW", lr=0.1, capturable=True))
+    with pytest.raises(UsageError, match="CPUs refuse it"):
+        check_members(graphs, captured, plan, {here: device, there: device}, {})
 
 
 def test_several_pipelines_divide_the_batch() -> None:
