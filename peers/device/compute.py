@@ -13,6 +13,7 @@ GPU at work, torch takes only kernels that always give the same. An operator wit
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -114,6 +115,10 @@ class Compute:
         else:
             self._scope.enter_context(self.memory.here())
         return self
+
+    async def get_ready(self) -> None:
+        """For the first step: torch's optimizers import its compiler, and nothing is imported once a run waits."""
+        await asyncio.to_thread(importlib.import_module, "torch._dynamo")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib
 from collections.abc import Sequence
 
 from meshcee.capture import Program, decode_program, prepare
@@ -23,8 +22,7 @@ class Graphs:
         self.guards: tuple[str, ...] | None = None  # of a process of its own
 
     async def get_ready(self) -> None:
-        """For the first graph and the first step: nothing is imported once a run waits. Jobs are captured here, too."""
-        await asyncio.to_thread(importlib.import_module, "torch._dynamo")
+        """For the first graph: nothing is imported once a run waits."""
         await asyncio.to_thread(prepare)
 
     async def read(self, graphs: Sequence[bytes]) -> list[Program]:

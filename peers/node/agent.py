@@ -119,6 +119,8 @@ class Agent(MeshView):
     # -- lifetime ------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Agent:
+        if self.compute is not None:
+            await self.compute.get_ready()
         if self.lends:
             await self._graphs.get_ready()  # before the mesh counts on this device, and before the device is measured
         if self.compute is not None:

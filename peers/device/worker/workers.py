@@ -106,7 +106,7 @@ class Workers(Graphs):
             await self._source.end()
 
     async def get_ready(self) -> None:
-        await super().get_ready()
+        """Nothing is imported here: no operator is called in this process."""
         if self._spare is not None:
             await asyncio.wait([self._spare])
 

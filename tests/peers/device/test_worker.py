@@ -211,9 +211,14 @@ FIRST = """
 import asyncio, sys
 import torch
 from meshcee.config import Limits
-from peers.device import Graphs
+from peers.device import Compute, Graphs
 
-asyncio.run(Graphs(Limits()).get_ready())
+async def get_ready():
+    async with Compute() as compute:
+        await compute.get_ready()
+        await Graphs(Limits()).get_ready()
+
+asyncio.run(get_ready())
 before = set(sys.modules)
 weight = torch.nn.Parameter(torch.ones(2))
 optimizer = torch.optim.AdamW([weight])
@@ -228,6 +233,27 @@ def test_a_peer_that_is_ready_imports_nothing_for_its_first_step() -> None:
     found = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, cwd=ROOT, check=True)
     late = [name for name in found.stdout.split() if not name.startswith("torch.profiler.")]  # those are a few lines
     assert late == []
+
+
+ELSEWHERE = """
+import asyncio, sys
+from meshcee.config import Limits, Timeouts
+from peers.device.worker import Workers
+from peers.node.assemble import Agent
+
+async def main():
+    async with Workers(Limits(), Timeouts()) as found:
+        await found.get_ready()
+        print("imported", *{"torch._dynamo", "sympy"}.intersection(sys.modules))
+
+asyncio.run(main())
+"""
+
+
+def test_where_other_processes_check_and_compute_a_peer_imports_neither_compiler_nor_algebra() -> None:
+    """70 MB and two seconds of a processor for a peer that only forwards."""
+    found = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stdout.splitlines()[-1] == "imported"
 
 
 ORPHAN = """
