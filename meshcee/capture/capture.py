@@ -68,7 +68,7 @@ from meshcee.figures import BlockCost
 from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
 from meshcee.job import Job
 from meshcee.sampling import data as data_rules
-from meshcee.sampling import generators_put_back, inputs_of_one, probes
+from meshcee.sampling import generators_put_back, inputs_of_one, leaving_nothing, probes
 from meshcee.user_code import calling
 
 __all__ = ["Capture", "capture", "watch_sizes"]
@@ -265,7 +265,8 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     refuse_settings(job.optimizer)
     job.optimizer.build({})  # or torch refuses an option once all else is done
     try:
-        return _capture(job, evaluate)
+        with leaving_nothing(job):
+            return _capture(job, evaluate)
     except (CaptureError, UsageError) as error:
         from meshcee.sampling.odd import odd_one
 

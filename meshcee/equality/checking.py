@@ -19,7 +19,7 @@ from meshcee.equality.net import examine
 from meshcee.equality.watch import digest
 from meshcee.errors import UnequalError, UsageError
 from meshcee.job import Job
-from meshcee.sampling import unrepeatable
+from meshcee.sampling import leaving_nothing, unrepeatable
 from meshcee.stage import Chain, split_blocks
 
 __all__ = ["STAGES", "STEPS", "Checked", "check", "refuse"]
@@ -85,10 +85,11 @@ def check(
         return Checked(counts, [], str(error), error.blame, tuple(notes))
     say("a micro-batch through the module and through the stages is equal, forwards and backwards")
     plain, losses = [], []
-    for told in plain_steps(job, steps):
-        plain.append(_Step(told.losses, _digests(told.grads), _state(job, captured, told.state_dict)))
-        losses.append(told.loss)
-        say(f"plain loop: loss {told.loss:.6g} in step {told.step + 1}")
+    with leaving_nothing(job):
+        for told in plain_steps(job, steps):
+            plain.append(_Step(told.losses, _digests(told.grads), _state(job, captured, told.state_dict)))
+            losses.append(told.loss)
+            say(f"plain loop: loss {told.loss:.6g} in step {told.step + 1}")
     codec = job.codec if job.codec in ROUNDING | {"lossless"} and max(counts) > 1 else ""
     runs = [*((n, "none") for n in counts), *([(max(counts), codec)] if codec else [])]
     for count, by in runs:
@@ -111,9 +112,10 @@ def _trained(job: Job, captured: Capture, count: int, codec: str, steps: int) ->
 
     chain = Chain(job, captured, count, "fused", codec=codec)
     chain.hear = hear
-    for step in range(steps):
-        losses = chain.run_step(step)
-        yield _Step(losses, applied, _state(job, captured, chain.state()))
+    with leaving_nothing(job):
+        for step in range(steps):
+            losses = chain.run_step(step)
+            yield _Step(losses, applied, _state(job, captured, chain.state()))
 
 
 def _digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -50,6 +50,7 @@ from meshcee.files.layout import copied
 from meshcee.job import Job, seed_of
 from meshcee.optim import Optimizer
 from meshcee.sampling import GENERATORS, Source, batched, call_model, inputs_of, probes, rebuild, source_of
+from meshcee.sampling.kept import leaving_nothing
 from meshcee.sampling.odd import names_of_probes
 from meshcee.stage import Chain
 
@@ -92,7 +93,7 @@ def examine(
 
     `budget_s` is what it may take, about; by default what the capture took.
     """
-    with warnings_told(), large_apart():
+    with warnings_told(), large_apart(), leaving_nothing(job):
         _Net(job, captured, cuts, max(LEAST_S, captured.took_s) if budget_s is None else budget_s, say).run(sizes)
 
 

@@ -17,7 +17,8 @@ import torch
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.files.tensor_files import byte_view, flat_bytes
 from meshcee.job import At, Job
-from meshcee.sampling.order import drawn, read
+from meshcee.sampling.kept import Kept, leaving_nothing
+from meshcee.sampling.order import NO_STEP, drawn, read
 from meshcee.sampling.source import inputs_of_one
 
 __all__ = ["FED", "MOST_BYTES", "alike", "check_samples", "repeats", "sample_digests", "unrepeatable"]
@@ -50,7 +51,8 @@ def repeats(job: Job, *, keeps: bool) -> bool:
             "an audit reads samples of steps again, and this data gives other ones then: let data[i] depend "
             "on i and torch's generators alone, or leave audit out"
         )
-    step_bytes = job.batch_size * sum(tensor.nbytes for tensor in _sample(job, 0).values())
+    with leaving_nothing(job):
+        step_bytes = job.batch_size * sum(tensor.nbytes for tensor in _sample(job, 0).values())
     cost = f"all that is fed is kept on the disk, {step_bytes:,} bytes a step and at most {MOST_BYTES:,}"
     log.warning(f"{why}; {cost if keeps else 'this run has no folder to keep it, so a lost peer ends the run'}")
     return False
@@ -59,9 +61,14 @@ def repeats(job: Job, *, keeps: bool) -> bool:
 def unrepeatable(job: Job) -> str | None:
     """Why data is another one when it is read again, and what to write: a few samples are, in another order. None if it is not.
 
-    UsageError for a sampler whose order does not repeat, and for a set that keeps what it has drawn. Such a sample is what the
-    first read of all has drawn, and that is no read of a step.
+    UsageError for a sampler whose order does not repeat, and for a set that keeps what it has drawn or what follows from the order
+    of its reads. Such a sample is what the first read of all has made of it, and that may be no read of a step.
     """
+    with leaving_nothing(job) as kept:
+        return _unrepeatable(job, kept)
+
+
+def _unrepeatable(job: Job, kept: Kept) -> str | None:
     if job.sampler is not None:
         from meshcee.sampling.sampler import check_repeats
 
@@ -92,6 +99,12 @@ def unrepeatable(job: Job) -> str | None:
             return _ANOTHER.format(i)
         if i in drawing and not looked.has_drawn:
             raise UsageError(_KEPT.format(i))
+    if kept.has_changed:
+        later = {i: _sample(job, i, step=0) for i in first}
+        kept.put_back()
+        for i in reversed(first):
+            if not alike(later[i], _sample(job, i, step=0)):
+                raise UsageError(_BY_ORDER.format(i))
     return None
 
 
@@ -114,12 +127,13 @@ def sample_digests(job: Job) -> dict[str, str]:
     if job.streams or isinstance(job.data, At):
         return {}
     found = {}
-    for i in sorted({k * len(job.data) // LOOKED_AT for k in (0, LOOKED_AT // 2, LOOKED_AT - 1)}):
-        digest = hashlib.sha256()
-        for name, tensor in sorted(_sample(job, i).items()):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(byte_view(tensor.cpu()))
-        found[str(i)] = digest.hexdigest()
+    with leaving_nothing(job):
+        for i in sorted({k * len(job.data) // LOOKED_AT for k in (0, LOOKED_AT // 2, LOOKED_AT - 1)}):
+            digest = hashlib.sha256()
+            for name, tensor in sorted(_sample(job, i).items()):
+                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+                digest.update(byte_view(tensor.cpu()))
+            found[str(i)] = digest.hexdigest()
     return found
 
 
@@ -137,8 +151,12 @@ _ANOTHER = (
     "generator only"
 )
 _KEPT = (
-    "data[{}] draws random numbers when it is read first, and not when it is read again: data is looked at before the first step, "
-    "so what it keeps would not be what a loop draws; draw in every read, or draw all of it before the job is made"
+    "data[{}] draws random numbers when it is read first, and not when it is read again: no run could go on with what it keeps; "
+    "draw in every read, or draw all of it before the job is made"
+)
+_BY_ORDER = (
+    "data[{}] depends on the samples that were read before it, as where draws are kept or a vocabulary grows: no run could go on "
+    "with the same samples; make such things before the job, and let data[i] depend on i and on what it draws alone"
 )
 _IN_THREADS = (
     "data draws in threads of its own, at times that no seed decides: let what draws come last, as in "
@@ -146,13 +164,13 @@ _IN_THREADS = (
 )
 
 
-def _sample(job: Job, index: int, data: Any = None) -> Raw:
+def _sample(job: Job, index: int, data: Any = None, step: int = NO_STEP) -> Raw:
     if job.streams:
         from meshcee.sampling.stream import first_of
 
         return inputs_of_one(job, first_of(job).samples[index][0])
     try:
-        return inputs_of_one(job, read(job.data if data is None else data, [index], job.seed)[0])
+        return inputs_of_one(job, read(job.data if data is None else data, [index], job.seed, step)[0])
     except MeshceeError:
         raise
     except Exception as error:

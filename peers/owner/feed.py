@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -31,6 +32,7 @@ from meshcee.sampling import (
     batched,
     indices_of,
     inputs_of,
+    leaving_nothing,
     probes,
     rebuild,
     source_of,
@@ -123,7 +125,7 @@ class Steering:
 
 class Feed:
     """Rounds of one epoch, from step `start` on. `micro_batch` is fixed by the first plan. `fed`: where samples are that must not
-    be read twice; `steering`: the run's.
+    be read twice; `steering`: the run's; `in_order`: each sample is another one when it is read at another time.
     """
 
     def __init__(
@@ -134,6 +136,7 @@ class Feed:
         start: int = 0,
         fed: Fed | None = None,
         steering: Steering | None = None,
+        in_order: bool = False,
     ) -> None:
         if job.batch_size % micro_batch:
             raise UsageError(f"batch_size={job.batch_size} must be a multiple of the micro-batch size {micro_batch}")
@@ -144,7 +147,8 @@ class Feed:
         self._micro_batch = micro_batch
         self.start = start
         self._fed = fed
-        self._reads_whole = fed is not None or job.workers > 0 or job.streams or job.collate is not None
+        kept = fed is not None or job.workers > 0 or job.streams or job.collate is not None
+        self._reads_whole = kept or in_order
         self._whole: dict[int, list[tuple[Any, Any]]] = {}  # micro-batches of steps that are read once: those being fed
         self._keeps_targets = bool(job.metrics) or job.weight is not None
         self._targets: dict[tuple[int, int], Any] = {}  # of evaluations that are under way, by round and micro-batch
@@ -224,9 +228,15 @@ class Feed:
         if self._fed is None:
             return read_now()
         fed = self._fed.batches(step, lambda: [inputs_of(batch) for batch in read_now()])
-        ((sample, _),) = probes(self._job, 1)
-        x, y = batched([sample], self._job.seed, collate=self._job.collate)  # whose structure all samples have
+        x, y = self._structure
         return [(rebuild(x, "x", raw), rebuild(y, "y", raw)) for raw in fed]
+
+    @functools.cached_property
+    def _structure(self) -> tuple[Any, Any]:
+        """A batch: all samples have its structure."""
+        with leaving_nothing(self._job):
+            ((sample, _),) = probes(self._job, 1)
+            return batched([sample], self._job.seed, collate=self._job.collate)
 
     def _evaluated(self, micro: int, rows: tuple[int, int] | None) -> tuple[Any, Any]:
         job, first = self._job, micro * self._micro_batch

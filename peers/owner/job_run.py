@@ -631,7 +631,7 @@ class Training:
         if going.stopping:
             self.owner.stop()
         self.result.state = await self.owner.train(
-            Feed(self._job, captured, plan.micro_batch, start, self._fed, self._steering), hear
+            Feed(self._job, captured, plan.micro_batch, start, self._fed, self._steering, self._samples is None), hear
         )
         self.result.averages = await asyncio.to_thread(self.owner.averages, self.result.state)
         await self._listen(self._saved())

@@ -18,6 +18,7 @@ from meshcee.errors import ClockError, JoinError, MeshceeError
 from meshcee.figures import AT_HAND, JobCosts, LinkProfile, threads_of
 from meshcee.figures.kernels import KernelClass
 from meshcee.job import At, Job
+from meshcee.sampling import leaving_nothing
 from peers.mesh_view import MeshView
 from peers.planning.coordinator import Planned, PlanRequest, request_plan
 from peers.planning.job_costs import costs_of, look, profile
@@ -73,10 +74,10 @@ async def question(
     if costs.groups:
         from meshcee.equality import why_not_shared
 
-        if why := await asyncio.to_thread(why_not_shared, job, captured):
+        if why := await asyncio.to_thread(leaving_nothing(job)(why_not_shared), job, captured):
             log.warning("no stage will be shared by a group", why=why)
             costs = replace(costs, groups=False)
-    most, data_s = await asyncio.to_thread(look, job, captured)
+    most, data_s = await asyncio.to_thread(leaving_nothing(job)(look), job, captured)
     costs = replace(costs, data_s=data_s / max(1, job.workers))
     feeds = await _feeds(agent, job, costs)  # before the job's graph goes to the devices, over the same links
     times = await profile(agent, job, captured, costs, most)

@@ -113,7 +113,9 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return hashlib.blake2b(byte_view(tensor), digest_size=12).hexdigest()  # it may be written: not kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":  # a question of C++ code, as for a device: an error in there would end this process
+        if (
+            func.namespace == "prim"
+        ):  # a question of C++ code, as for a device: an error in there would end this process
             return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         # As export writes it.

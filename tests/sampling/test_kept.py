@@ -1,0 +1,278 @@
+"""Looks before the first step leave the user's data as it was, and refuse what depends on who has read it before."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+import meshcee
+from meshcee.capture import capture
+from meshcee.errors import UsageError
+from meshcee.job import Job
+from meshcee.sampling import leaving_nothing, unrepeatable
+from meshcee.sampling.kept import Kept
+from tests.mutation import changed
+
+ROWS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+WORDS = [(i * 7) % 11 for i in range(64)]
+VOCABULARY: dict[int, int] = {}
+TABLE: torch.Tensor | None = None
+COUNT = 0
+
+
+def begin_anew() -> None:
+    global TABLE, COUNT
+    TABLE, COUNT = None, 0
+    Counting.reads = 0
+    VOCABULARY.clear()
+    noise.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def as_at_first() -> None:
+    begin_anew()
+
+
+class Of(Dataset[Any]):
+    """A set whose samples are what `row` says of it and an index."""
+
+    def __init__(self, row: Callable[[Any, int], torch.Tensor], **state: Any) -> None:
+        self.row = row
+        self.__dict__.update(state)
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> Any:
+        return self.row(self, i), ROWS[i]
+
+
+def job_of(data: Any, **more: Any) -> Job:
+    torch.manual_seed(0)
+    optimizer = meshcee.Optimizer("SGD", lr=0.1)
+    told = {"batch_size": 8, "micro_batch_size": 2, "steps": 3, "loss": nn.functional.mse_loss, "optimizer": optimizer}
+    return Job(model=nn.Linear(4, 4), data=data, **told | more)  # type: ignore[arg-type]
+
+
+# -- what depends on what was read before ------------------------------------------------------------------------------
+
+
+def drawn_once(own: Any, i: int) -> Any:
+    if i not in own.kept:
+        own.kept[i] = torch.randn(4)
+    return own.kept[i]
+
+
+def drawn_once_and_again(own: Any, i: int) -> Any:
+    return drawn_once(own, i) + random.random()
+
+
+def numbered(own: Any, i: int) -> torch.Tensor:
+    return torch.full((4,), float(own.kept.setdefault(WORDS[i], len(own.kept))))
+
+
+def numbered_by_the_file(own: Any, i: int) -> torch.Tensor:
+    return torch.full((4,), float(VOCABULARY.setdefault(WORDS[i], len(VOCABULARY))))
+
+
+def of_a_table(own: Any, i: int) -> torch.Tensor:
+    global TABLE
+    if TABLE is None:
+        TABLE = torch.randn(64, 4)
+    return TABLE[i]
+
+
+def numbering(samples: list[Any]) -> Any:
+    words = [VOCABULARY.setdefault(word, len(VOCABULARY)) for word, _ in samples]
+    return torch.tensor(words).float()[:, None].expand(-1, 4), torch.stack([y for _, y in samples])
+
+
+@functools.lru_cache
+def noise(i: int) -> torch.Tensor:
+    return torch.randn(4)
+
+
+REFUSED: dict[str, Callable[[], Job]] = {
+    "a draw that is kept": lambda: job_of(Of(drawn_once, kept={})),
+    "a draw that is kept, and others": lambda: job_of(Of(drawn_once_and_again, kept={})),
+    "the same in a part of a set": lambda: job_of(Subset(Of(drawn_once_and_again, kept={}), range(32))),
+    "the same in one of two sets": lambda: job_of(ConcatDataset([Of(drawn_once_and_again, kept={})] * 2)),
+    "a vocabulary": lambda: job_of(Of(numbered, kept={})),
+    "a vocabulary that counts": lambda: job_of(Of(numbered, kept=Counter())),
+    "a vocabulary of the file": lambda: job_of(Of(numbered_by_the_file)),
+    "a vocabulary in collate": lambda: job_of([(word, y) for word, y in zip(WORDS, ROWS)], collate=numbering),
+    "a table that the first read makes": lambda: job_of(Of(of_a_table)),
+    "a cache of Python's": lambda: job_of(Of(lambda own, i: noise(i))),
+    "a cache of Python's, and other draws": lambda: job_of(Of(lambda own, i: noise(i) + random.random())),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_data_that_depends_on_what_was_read_before_is_refused_each_time(what: str) -> None:
+    """Each time: a refusal leaves nothing behind by which the next one would pass."""
+    job = REFUSED[what]()
+    capture(job)
+    for _ in range(2):
+        with pytest.raises(
+            UsageError, match=r"no run could go on with (what it keeps|the same samples); .*(draw|draws)"
+        ):
+            unrepeatable(job)
+
+
+def test_what_is_kept_and_is_the_same_whoever_reads_it_passes() -> None:
+    data = Of(lambda own, i: own.kept.setdefault(i, ROWS[i] * 2), kept={})
+    assert unrepeatable(job_of(data)) is None
+    assert data.kept == {}
+
+
+# -- what counts its reads ---------------------------------------------------------------------------------------------
+
+
+def counted(own: Any, i: int) -> torch.Tensor:
+    own.reads += 1
+    return ROWS[i] * own.reads
+
+
+def counted_by_the_file(own: Any, i: int) -> torch.Tensor:
+    global COUNT
+    COUNT += 1
+    return ROWS[i] * COUNT
+
+
+class Counting(Of):
+    reads = 0
+
+    def __getitem__(self, i: int) -> Any:
+        Counting.reads += 1
+        return ROWS[i] * Counting.reads, ROWS[i]
+
+
+def with_the_last(own: Any, i: int) -> torch.Tensor:
+    own.last[:] = [*own.last[-1:], ROWS[i]]
+    return sum(own.last, torch.zeros(4))
+
+
+def counted_in_a_closure() -> Callable[[Any, int], torch.Tensor]:
+    reads = 0
+
+    def row(own: Any, i: int) -> torch.Tensor:
+        nonlocal reads
+        reads += 1
+        return ROWS[i] * reads
+
+    return row
+
+
+def averaged(own: Any, i: int) -> torch.Tensor:
+    own.mean.mul_(0.9).add_(ROWS[i], alpha=0.1)
+    return ROWS[i] - own.mean
+
+
+def adding(own: Any, i: int) -> torch.Tensor:
+    own.sum += ROWS[i].numpy()
+    return torch.from_numpy(own.sum.copy())
+
+
+def last_of(last: deque[torch.Tensor], i: int) -> torch.Tensor:
+    last.append(ROWS[i])
+    return sum(last, torch.zeros(4))
+
+
+COUNTS: dict[str, Callable[[], Dataset[Any]]] = {
+    "a number": lambda: Of(counted, reads=0),
+    "a number of the file": lambda: Of(counted_by_the_file),
+    "a number of the class": lambda: Counting(counted),
+    "a number in a closure": lambda: Of(counted_in_a_closure()),
+    "a list": lambda: Of(with_the_last, last=[]),
+    "a queue": lambda: Of(lambda own, i: own.row_of(i), row_of=functools.partial(last_of, deque(maxlen=2))),
+    "a tensor": lambda: Of(averaged, mean=torch.zeros(4)),
+    "an array": lambda: Of(adding, sum=np.zeros(4, np.float32)),
+    "random.Random": lambda: Of(lambda own, i: ROWS[i] * own.own.random(), own=random.Random(0)),
+    "numpy's Generator": lambda: Of(lambda own, i: ROWS[i] * float(own.own.normal()), own=np.random.default_rng(0)),
+    "numpy's RandomState": lambda: Of(lambda own, i: ROWS[i] * float(own.own.normal()), own=np.random.RandomState(0)),
+    "torch's Generator": lambda: Of(
+        lambda own, i: ROWS[i] + torch.randn(4, generator=own.own), own=torch.Generator().manual_seed(0)
+    ),
+}
+
+
+@pytest.mark.parametrize("what", COUNTS)
+def test_the_first_step_reads_what_a_plain_loop_reads_first(what: str) -> None:
+    data = COUNTS[what]()
+    first = [data[i][0] for i in (3, 1)]
+    job = job_of(COUNTS[what]())
+    begin_anew()
+    capture(job)
+    assert "another sample when it is read again" in str(unrepeatable(job))
+    assert all(map(torch.equal, first, (job.data[i][0] for i in (3, 1))))
+
+
+@pytest.mark.parametrize("what", ["a number", "a list", "torch's Generator"])
+def test_a_run_with_data_that_counts_its_reads_equals_the_plain_loop(what: str) -> None:
+    """As long as no peer is lost."""
+    job = job_of(COUNTS[what]())
+    trained = meshcee.train(job, local=2)
+    plain = meshcee.plain(replace(job, data=COUNTS[what]()))
+    assert trained.losses == plain.losses
+    assert all(torch.equal(plain.state_dict[name], tensor) for name, tensor in trained.state_dict.items())
+
+
+def test_without_being_put_back_another_number_is_read() -> None:
+    job = job_of(COUNTS["a number"]())
+    with changed(Kept, "put()", "pass"):
+        unrepeatable(job)
+    assert not torch.equal(job.data[0][0], ROWS[0])
+
+
+# -- anything ----------------------------------------------------------------------------------------------------------
+
+trees = st.recursive(
+    st.integers() | st.text(max_size=3) | st.none(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=2), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def containers(tree: Any) -> list[Any]:
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return [tree, *(one for item in inner for one in containers(item))] if isinstance(tree, dict | list) else []
+
+
+@given(trees, st.lists(st.tuples(st.integers(0, 20), trees), min_size=1, max_size=4))
+def test_whatever_is_written_into_a_tree_is_put_back(tree: Any, writes: list[tuple[int, Any]]) -> None:
+    data = Of(lambda own, i: ROWS[i], tree=tree)
+    before = copy.deepcopy(tree)
+    with leaving_nothing(job_of(data)):
+        for at, value in writes:
+            if found := containers(data.tree):
+                container = found[at % len(found)]
+                if isinstance(container, list):
+                    container.insert(at % (len(container) + 1), value)
+                else:
+                    container[str(at)] = value
+            else:
+                data.tree = value
+    assert data.tree == before
+
+
+def test_what_nobody_has_written_is_not_touched() -> None:
+    data = Of(counted, reads=0, table=np.zeros(4), last=[1], large=torch.zeros(1 << 20))
+    kept = Kept(job_of(data))
+    assert not kept.has_changed
+    data.large += 1  # is passed over: a copy would take as much memory
+    assert not kept.has_changed
+    data.table[0] = 1
+    assert kept.has_changed
