@@ -343,7 +343,7 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
             refuse_shared((program, evaluation) if evaluation else (program,), data_rules.inputs_of(example))
     except CaptureError:
         if recorder is None and job.precision == "fp32":
-            _eagerly(model, job, example)
+            _refuse_failing(model, job, samples[0])
         raise
     reached = analysis.reached(program.nodes, program.outputs[0])
     found = Capture(
@@ -473,6 +473,22 @@ def _eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
         what = f"the loss, a class and not {job.loss.__name__}()," if isinstance(job.loss, type) else "the loss"
         with calling(what):
             job.loss(output, example[1])
+
+
+def _refuse_failing(model: nn.Module, job: Job, sample: Any) -> None:
+    """UsageError of a model that fails without any capture, too, and CaptureError where the number of samples alone is why."""
+    try:
+        _eagerly(model, job, _example(job, sample))
+    except UsageError as error:
+        own = _own_sizes(job)[0]
+        try:
+            _eagerly(model, job, data_rules.batched([sample] * own, job.seed, collate=job.collate))
+        except UsageError:
+            raise error from None
+        raise CaptureError(
+            f"{error}: so it is with {EXAMPLES} samples, as a model is tried, and with {own} it works; a graph is for any number "
+            "of samples, so take sizes from x.shape[0]"
+        ) from error
 
 
 def _refuse_types(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:

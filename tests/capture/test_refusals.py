@@ -7,6 +7,7 @@ import importlib
 import math
 import random
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,19 @@ def builds(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
     return nn.Linear(4, 4)(h)
 
 
+def assigns(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    linear.weight.data = linear.weight.data * 0.9
+    return h
+
+
+def half(h: torch.Tensor) -> torch.Tensor:
+    return h * 0.5
+
+
+with warnings.catch_warnings(action="ignore"):  # scripting is deprecated
+    scripted = torch.jit.script(half)
+
+
 REFUSED = {
     "a layer that forward makes": (
         builds,
@@ -289,6 +303,31 @@ REFUSED = {
         lambda _, h: h[h.nonzero()[:, 0]].mean(0) + h,
         rf"aten\.nonzero.*{HERE}.*functions",
     ),
+    "a size that follows from a value, of what needs a gradient": (  # an error in torch's C++ code would end this process
+        lambda _, h: h * h[:, : h.detach().argmax(1).max().item()].mean(1, keepdim=True),
+        rf"aten\.item.*{HERE}.*keep it a tensor",
+    ),
+    "parts of sizes that are values": (
+        lambda _, h: h * sum(part.mean(1, keepdim=True) for part in h.split(torch.tensor([1, 3]).tolist(), dim=1)),
+        rf"{HERE} .*",
+    ),
+    "as many as there are samples, by a mask": (
+        lambda _, h: (h.logsumexp(1) - h[F.one_hot(h.argmax(1), 4).bool()])[:, None],
+        rf"aten\.index.*{HERE} .*size follows from values of the data; use a mask of fixed size",
+    ),
+    "tolist() over samples": (
+        lambda _, h: h * sum((h > 0).sum(1).tolist()),
+        rf"{HERE} .*: tolist\(\) makes Python's numbers of values; keep them in tensors",
+    ),
+    "a list times the number of samples": (
+        lambda linear, h: h + torch.cat([linear.weight[:1]] * h.shape[0]),
+        rf"{HERE} .*: a list has an item for each sample; with n = x\.shape\[0\], write t\.expand\(n, \.\.\.\)",
+    ),
+    "a scripted function": (
+        lambda _, h: scripted(h),
+        rf"a scripted function is called at .*{HERE} .*without torch\.jit\.script",
+    ),
+    "a .data that is assigned": (assigns, rf"a \.data is assigned at .*{HERE} .*write into a registered buffer"),
     "sparse tensors": (lambda _, h: h.to_sparse().to_dense(), rf"{HERE}.*to_sparse.*torch functions"),
     "another library's operator": (lambda _, h: twice(h), rf"operation tests\.twice\.default at .*{HERE}.*allow-list"),
     "the largest of a part of the samples": (
@@ -321,10 +360,6 @@ REFUSED = {
     ),
     "a fixed batch size": (lambda _, h: h.view(3, 4), rf"{HERE} .*h\.view\(3, 4\).*fixes a size.*x\.shape"),
     "a size that mixes samples": (lambda _, h: h.flatten()[1:].mean() + h, rf"operation .*{HERE}.*keep samples apart"),
-    "a parameter's .data": (
-        lambda linear, h: F.linear(h, linear.weight.data),
-        rf"{HERE} .*\.data is used.*\.detach\(\)",
-    ),
     "a self-chosen size": (lambda _, h: h + h[:, h[0] > 0].sum(), rf"{HERE} .*size follows from values of the data"),
     "autocast": (casts, rf"autocast is on at .*{HERE}.*precision='bf16'"),
     "a custom autograd.Function": (lambda _, h: Sign.apply(h), rf"autograd\.Function .*Sign at .*{HERE}.*own backward"),
@@ -690,3 +725,37 @@ def test_what_changes_no_number_is_captured() -> None:
 
     program = capture(job_of(Calls(checkpointed))).train
     assert [node.operator.name for node in program.nodes].count("aten.linear.default") == 2
+
+
+class OwnState(nn.Linear):
+    def state_dict(self) -> Any:  # type: ignore[override]
+        return {"weight": self.weight}
+
+
+def test_a_state_dict_that_takes_no_arguments_is_told_so() -> None:
+    with pytest.raises(CaptureError, match=r"state_dict\(keep_vars=True\) failed with TypeError: .*take the arguments"):
+        capture(job_of(OwnState(4, 4)))
+
+
+class FourAtOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("last", torch.zeros(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.last
+
+
+def test_a_model_that_takes_one_number_of_samples_is_told_that_others_are_tried() -> None:
+    job = dataclasses.replace(job_of(FourAtOnce()), batch_size=8, micro_batch_size=4)
+    with pytest.raises(
+        CaptureError, match=rf"{HERE}.*: so it is with 3 samples, .*and with 4 it works; .*x\.shape\[0\]"
+    ):
+        capture(job)
+
+
+def test_a_distribution_that_was_made_before_looks_at_no_values() -> None:
+    prior = torch.distributions.Normal(torch.zeros(4), torch.ones(4), validate_args=True)
+    job = job_of(Calls(lambda _, h: h - prior.log_prob(h).mean(1, keepdim=True)))
+    assert capture(job).train.num_blocks

@@ -286,6 +286,8 @@ class _Flattener:
     def _value(self, held: Any, name: str, maker: str = "there is", place: Place = Place()) -> Value:  # noqa: B008
         if isinstance(held, torch.Tensor):
             shape = tuple(self._dim(d, maker, place) for d in held.shape)
+            if any(isinstance(size, torch.SymInt) and size.node.hint is None for size in (*held.shape, *held.stride())):
+                raise _follows_from_values(maker, place)  # it has met a tensor of as many samples
             strides = [_hint(s) for s in held.stride()]
             sizes = [_hint(s) for s in held.shape]
             order = range(len(shape)) if held.is_contiguous() else _order(sizes, strides)
@@ -329,10 +331,14 @@ class _Flattener:
                 usual, limit = int(each.subs(hints)), int(each.subs(most))
                 return Free(max(usual, limit), usual, batch, self._least(each))
         if {s for s in expression.free_symbols if s not in self.hints and s != self.batch_symbol}:
-            advice = instead(place, "use a mask of fixed size, as torch.where does")
-            raise CaptureError(f"{maker} a tensor whose size follows from values of the data; {advice}")
+            raise _follows_from_values(maker, place)
         advice = instead(place, RANKS if "//" in str(expression) else "keep samples apart in the model")
         raise CaptureError(f"{maker} a tensor with size {expression}, no multiple of the batch size; {advice}")
+
+
+def _follows_from_values(maker: str, place: Place) -> CaptureError:
+    advice = instead(place, "use a mask of fixed size, as torch.where does")
+    return CaptureError(f"{maker} a tensor whose size follows from values of the data; {advice}")
 
 
 def is_factory(target: Any) -> bool:

@@ -51,6 +51,7 @@ __all__ = [
 _MOST_LINES = 12  # of a node's stack: the innermost ones
 
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GRAD: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
@@ -139,9 +140,9 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     ),
     (
         r"fake tensor in the exported program constant",
-        "a parameter's .data is used, or a tensor that is neither parameter nor buffer of the model",
-        "use .detach(), or register_buffer in a module of the model, where what the loss updates belongs too; or run one batch "
-        "through the model before you make the job, if its first call fills a cache",
+        "a tensor that is neither parameter nor buffer of the model is used",
+        "say register_buffer in a module of the model, where what the loss updates belongs too; or run one batch through the "
+        "model before you make the job, if its first call fills a cache",
     ),
     (
         r"UnsupportedOperatorException.*fake_quantize",
@@ -185,8 +186,6 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
         at = sizes.mapped
         advice = "write it for a whole batch, as the functions of torch are"
         return CaptureError(f"the model cannot be captured{at}: torch.vmap is used; {instead(at, advice)}")
-    if not at.text and sizes is not None and "fake tensor in the exported program constant" in text:
-        at = sizes.data
     fixes = sizes.fixes if sizes is not None and "Constraints violated" in text else {}
     suspect = "Constraints violated" in text and sizes is not None and sizes.suspect
     for at, how, advice in (*(found for word, found in fixes.items() if word in text), *([suspect] if suspect else [])):
@@ -260,7 +259,6 @@ class Watched(logging.Handler):
         super().__init__(logging.INFO)
         self.at = Place()  # the first place of a size that became a constant
         self.mapped = Place()  # of a torch.vmap
-        self.data = Place()  # of a .data
         self.fixes: dict[str, tuple[Place, str, str]] = {}  # torch's word -> where, what, advice
         self.suspect: tuple[Place, str, str] | None = None  # the same of a function that may fix a size
         self.samples: set[str] = set()  # what torch calls their number
@@ -281,12 +279,18 @@ class Watched(logging.Handler):
                     "an LSTM, GRU or RNN computes step by step, and a graph holds steps of one length",
                     ONE_LENGTH,
                 )
-            if given[0] in self.samples and _loops(self.at.text):
+            if given[0] in self.samples and ".tolist()" in self.at.text:
+                how = "tolist() makes Python's numbers of values"
+                self.fix("specialized", how, "keep them in tensors, and look at values outside of the model")
+            elif given[0] in self.samples and _loops(self.at.text):
                 self.fix("specialized", "a Python loop goes over the samples", "compute on the whole batch at once")
             elif given[0] in self.samples and re.search(r"\bint\([^()]*(?:shape\[0\]|size\(0\))", self.at.text):
                 self.fix(
                     "specialized", "int() makes a constant of the number of samples", "write a // b, without int()"
                 )
+            elif given[0] in self.samples and re.search(r"\]\s*\*|\*\s*\[", self.at.text):
+                how = "a list has an item for each sample"
+                self.fix("specialized", how, "with n = x.shape[0], write t.expand(n, ...) or t.repeat(n, ...)")
             elif given[0] in self.samples and _computes(self.at.text):
                 self.fix("specialized", "Python computes with the number of samples", COUNT)
             elif given[0] not in self.samples and (_computes(self.at.text) or _loops(self.at.text)):
@@ -405,8 +409,13 @@ class _Looking(TorchFunctionMode):
                 f"a .grad is read{_here()}, and a graph has none: what a backward pass has left is of the micro-batch before; "
                 "leave it out, or clip and scale gradients by the Job's own settings"
             )
-        if func == _DATA and Watched.now is not None and not Watched.now.data.text:
-            Watched.now.data = _here()
+        if func == _SET_DATA:
+            raise CaptureError(
+                f"a .data is assigned{_here()}, which a graph does not hold; write into a registered buffer, as "
+                "self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1) does"
+            )
+        if func == _DATA and Watched.now is not None:
+            return args[0].detach()  # which a graph has a word for: what is written there is written here
         for given in args:
             if isinstance(given, torch.Tensor) and self._astray(given):
                 if isinstance(given, FakeTensor):
@@ -505,7 +514,14 @@ def _refuse_other_state(model: nn.Module) -> None:
     """What a state_dict has under another name alone, or adds, would be in no result: those are the model's own tensors by name."""
     entries = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     own = {id(tensor): name for name, tensor in entries}
-    kept = {key: id(tensor) for key, tensor in model.state_dict(keep_vars=True).items()}
+    try:
+        state = model.state_dict(keep_vars=True)
+    except Exception as error:
+        raise CaptureError(
+            f"model.state_dict(keep_vars=True) failed with {type(error).__name__}: {error}; let a state_dict of your own take the "
+            "arguments of nn.Module's and give them on, or leave it out"
+        ) from error
+    kept = {key: id(tensor) for key, tensor in state.items()}
     told = {tensor for key, tensor in kept.items() if key in dict(entries)}
     for key, tensor in kept.items():
         if tensor not in own:
@@ -554,7 +570,9 @@ def faithful(model: nn.Module, *, evaluate: bool = False) -> Iterator[None]:
                 patches.enter_context(replaced(kind, "forward", _unfused(kind, model)))
         patches.enter_context(_Looking(model))
         patches.enter_context(replaced(torch.distributions.Distribution, "__init__", _unvalidated))
+        patches.enter_context(replaced(torch.distributions.Distribution, "_validate_sample", lambda self, value: None))
         patches.enter_context(replaced(torch.random, "fork_rng", _unforked))
+        patches.enter_context(replaced(torch.jit.ScriptFunction, "__call__", _scripted))
         for owner, name, words in _GRADIENTS:
             patches.enter_context(replaced(owner, name, _refusing(words)))
         drawing: dict[str, Place] = {}
@@ -597,6 +615,13 @@ def _unforked(*args: Any, **kwargs: Any) -> Any:
 
 
 _FORK, _TORCH = torch.random.fork_rng, str(Path(torch.__file__).parent)
+
+
+def _scripted(self: Any, *args: Any, **kwargs: Any) -> Any:
+    advice = instead(_here(), "call the function that it was made of, without torch.jit.script")
+    raise CaptureError(
+        f"a scripted function is called{_here()}, and peers run eager kernels, which may round otherwise; {advice}"
+    )
 
 
 def _unvalidated(self: Any, *args: Any, **kwargs: Any) -> None:

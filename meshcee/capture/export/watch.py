@@ -438,8 +438,8 @@ class Watch:
             at = lines.get(notes[1].owners.get(place, (0, "")), notes[1].lines.get(place, ""))
             who = notes[1].who_changes(place)
             raise CaptureError(
-                f"{who} changes {place}{at} in every call, and peers run a graph that would keep one value; keep what "
-                f"changes in a registered buffer, or change it outside of {who}"
+                f"{who} changes {place}{at} in every call, and peers run a graph that would keep one value; let forward add to "
+                f"a registered buffer of the model{'' if who == 'forward' else ', and return it beside the output for the loss'}"
             )
         self._refuse(
             runs[1],

@@ -125,7 +125,24 @@ class CustomFunction(Blocks):
         return self.h(StraightThrough.apply(self.b(x)) + x)
 
 
-@habit("vec", "cls", refused="use .detach()")
+@habit("vec", "cls")
+class DataRead(nn.Module):
+    """reads tensors as code from before torch 0.4 does: inputs, activations, weights, and buffers, which it writes too"""
+
+    def __init__(self):
+        super().__init__()
+        self.b = blocks()
+        self.h = nn.Linear(WIDTH, 4)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        h = self.b(x)
+        if self.training:
+            self.mean.data.mul_(0.9).add_(h.data.mean(0), alpha=0.1)
+        return self.h(h * x.data.abs() + self.mean + self.h.weight.data.new(WIDTH).zero_())
+
+
+@habit("vec", "cls", refused="changes parameter 'l.weight' in place")
 class DataWrite(nn.Module):
     def __init__(self):
         super().__init__()
@@ -281,7 +298,7 @@ class CheckpointedBatchNorm(nn.Module):
         return self.h(x.mean((2, 3)))
 
 
-@habit("vec", "cls", refused="use .detach()")
+@habit("vec", "cls", refused="a .data is assigned at")
 class MomentumEncoder(nn.Module):
     """BYOL/MoCo: momentum encoder updated in forward"""
 
