@@ -251,6 +251,10 @@ class Job:
             )
         if self.audit and self.codec == "auto":
             object.__setattr__(self, "codec", "lossless")
+        if "loss" in self.metrics:
+            raise UsageError(
+                "a metric named 'loss' would take the place of the loss of an evaluation: give it another name"
+            )
         if self.workers < 0:
             raise UsageError("workers is a number of processes, or 0")
         if self.mix not in MIXES:
@@ -303,11 +307,15 @@ def _is_map(data: Any) -> bool:
 
 
 def _refuse_datasets(**given: Any) -> None:
-    """A dict whose values are datasets, as `datasets.load_dataset` returns one, has no sample 0."""
+    """A dict whose values are datasets, as `datasets.load_dataset` returns one, has no sample 0; nor has a table."""
     for name, data in given.items():
         if isinstance(data, Mapping) and data and 0 not in data and all(map(_is_dataset, data.values())):
             names = ", ".join(repr(key) for key in data)
             raise UsageError(f"{name} is a dict of datasets ({names:.200}): give {name}[{next(iter(data))!r}]")
+        if type(data).__module__.split(".")[0] in ("pandas", "polars"):
+            raise UsageError(
+                f"{name} is a {type(data).__name__}, whose [i] are columns: give rows, as .to_dict('records')"
+            )
 
 
 def _is_dataset(value: Any) -> bool:

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from meshcee.callbacks import called
 from meshcee.errors import UsageError, unwrap
 from meshcee.job import Job
 from meshcee.user_code import refuse_in_reader
@@ -116,6 +117,7 @@ def train(
     from meshcee.capture import capture  # here, as Ctrl-C would not be heard before its end in a loop.
 
     refuse_in_reader()
+    callbacks = called(callbacks)
     keep = keeps or keep_best is not None or any(getattr(one, "needs_folder", False) for one in callbacks)
     if join is not None or resume is not None:
         from meshcee.files import Home

@@ -222,3 +222,17 @@ def test_a_script_without_a_guard_that_reads_in_other_processes_is_told_what_to_
     assert done.returncode == 1
     assert "this process reads data for another one, and runs your file anew" in done.stderr
     assert 'put all that trains under `if __name__ == "__main__":`' in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("told", "says"),
+    [
+        ({"device": "cuda:99"}, r"device 'cuda:99' is not usable here: .*try --device cpu"),
+        ({"device": "gpu"}, r"device 'gpu' is not usable here: .*try --device cpu"),
+        ({"callbacks": meshcee.EarlyStop()}, r"callbacks is a list: callbacks=\[meshcee\.EarlyStop\(\)\]"),
+        ({"callbacks": [lambda report: None]}, r"callbacks is called with \(run, report\): too many positional"),
+    ],
+)
+def test_what_train_is_told_wrong_is_one_sentence(told: dict[str, Any], says: str) -> None:
+    with pytest.raises(MeshceeError, match=says):
+        meshcee.train(make_job(), local=1, **told)

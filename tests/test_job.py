@@ -73,6 +73,7 @@ def make(**changes: Any) -> Job:
         ({"precision": "bf16", "keep_fp32": iter(["*Norm*"])}, "a tuple of patterns"),
         ({"ema": 1.0}, "between 0 and 1"),
         ({"clip_norm": -1.0}, "clip_norm"),
+        ({"metrics": {"loss": len}}, "would take the place of the loss of an evaluation: give it another name"),
         ({"data": iter([])}, "map-style"),
         ({"eval_every": 2}, "eval_data"),
         ({"steps": "10"}, "steps is a whole number of 64 bits; got '10'"),

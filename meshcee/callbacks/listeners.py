@@ -5,6 +5,8 @@ The idea: here it is decided what is to be called; the owner calls it in the thr
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,11 @@ def called(callbacks: Any) -> tuple[Callback, ...]:
 
             found.append(logger(one))
         elif callable(one) and not isinstance(one, type):
+            with contextlib.suppress(ValueError):  # of some of C's nobody knows
+                try:
+                    inspect.signature(one).bind(None, None)
+                except TypeError as error:
+                    raise UsageError(f"a function among the callbacks is called with (run, report): {error}") from error
             found.append(_Each(one))
         else:
             raise UsageError(

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import math
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import structlog
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from meshcee.capture.export import (
@@ -50,16 +48,19 @@ from meshcee.capture.graph import Analysis, Batch, Dim, Input, Node, NodeRefused
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.capture.outputs import no_loss, put_together, taken_apart
+from meshcee.capture.trial import (
+    as_trained,
+    entries,
+    example_of,
+    own_sizes,
+    refuse_dtypes,
+    refuse_failing,
+    refuse_types,
+)
 from meshcee.config import Limits
 from meshcee.eager import (
     HALVES,
-    compute_in_full,
-    give_memory,
-    halve,
     in_full,
-    into_training,
-    on_loan,
-    outermost,
     put_others,
 )
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
@@ -69,7 +70,6 @@ from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
 from meshcee.job import Job
 from meshcee.sampling import data as data_rules
 from meshcee.sampling import generators_put_back, inputs_of_one, leaving_nothing, probes
-from meshcee.user_code import calling
 
 __all__ = ["Capture", "capture", "watch_sizes"]
 
@@ -249,7 +249,7 @@ def _constructed(job: Job) -> tuple[nn.Module, Any]:
         if (
             job.precision == "bf16"
             and isinstance(model, nn.Module)
-            and any(t.dtype in HALVES for _, t in _entries(model))
+            and any(t.dtype in HALVES for _, t in entries(model))
         ):
             put_others(model, lambda t: in_full(t.detach()))  # torch cannot convert modules of fake tensors
         return model
@@ -282,8 +282,13 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
     refuse_modules(model, job.loss)
     _warn_of_idle_dropout(model)
     names, aliases = _names(model)
-    tensors = {n: t.detach() for n, t in _entries(model) if n not in aliases}
+    tensors = {n: t.detach() for n, t in entries(model) if n not in aliases}
     elsewhere = sorted({t.device.type for t in tensors.values()} - {"cpu"})
+    if "meta" in elsewhere and recorder is None:
+        raise UsageError(
+            "the model is on the meta device, where weights have no numbers; give a function that makes it, with Job(weights=...) "
+            "if they lie in a checkpoint"
+        )
     if elsewhere and recorder is None:
         raise UsageError(f"the model is on {elsewhere[0]}; give it on the CPU: model.cpu()")
     widens = job.precision == "bf16" and any(t.dtype in HALVES for t in tensors.values())
@@ -303,10 +308,11 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
         state = from_checkpoint(Checkpoint.at(job.weights), {n: names[n] for n in persistent}, layout, state)
     samples = [sample for sample, _ in probes(job, _PROBED)]
     probed = [inputs_of_one(job, sample) for sample in samples]
+    refuse_dtypes(probed[0])
     varying = data_rules.varying(probed)
     # What blocks cost is priced by the example: of several sizes the largest, since memory must hold it.
     sizes = [sum(tensor.numel() for tensor in inputs.values()) for inputs in probed]
-    example = _example(job, samples[sizes.index(max(sizes)) if varying else 0])
+    example = example_of(job, samples[sizes.index(max(sizes)) if varying else 0])
     if clash := min(data_rules.inputs_of(example).keys() & layout.keys(), default=None):
         raise CaptureError(
             f"{clash!r} of the model has the name of an input, as x and y are what data gives: rename {clash.split('.')[0]!r} in "
@@ -314,12 +320,12 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
         )
     most = job.micro_batch_size or job.batch_size
     if recorder is None and job.precision == "fp32":
-        _refuse_types(model, job, example)
+        refuse_types(model, job, example)
     try:
-        with _as_trained(model, job) as before:
+        with as_trained(model, job) as before:
             rounded = _rounded(model, names, layout)
             train_wrap = _WithLoss(model, job, example, evaluate=False)
-            watch = _watched(train_wrap, job, example, names, _own_sizes(job))
+            watch = _watched(train_wrap, job, example, names, own_sizes(job))
             with asked_for_masks() as asked:
                 exported = _export(train_wrap, example, names, varying, most)
             refuse_idle(asked, probed[0])
@@ -343,7 +349,7 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
             refuse_shared((program, evaluation) if evaluation else (program,), data_rules.inputs_of(example))
     except CaptureError:
         if recorder is None and job.precision == "fp32":
-            _refuse_failing(model, job, samples[0])
+            refuse_failing(model, job, samples[0])
         raise
     reached = analysis.reached(program.nodes, program.outputs[0])
     found = Capture(
@@ -372,13 +378,13 @@ def watch_sizes(job: Job, captured: Capture, sizes: Sequence[int]) -> None:
 
     For sizes that a plan chose: `capture` has looked at the job's own.
     """
-    sizes = [size for size in sizes if size not in _own_sizes(job)]
+    sizes = [size for size in sizes if size not in own_sizes(job)]
     model = job.model if isinstance(job.model, nn.Module) else captured.built
     if not sizes or model is None:
         return
-    example = _example(job, probes(job, 1)[0][0])
+    example = example_of(job, probes(job, 1)[0][0])
     names = _names(model)[0]
-    with _as_trained(model, job):
+    with as_trained(model, job):
         _watched(_WithLoss(model, job, example, evaluate=False), job, example, names, sizes)(captured.train)
 
 
@@ -390,32 +396,6 @@ def _warn_of_idle_dropout(model: nn.Module) -> None:
     idle = [name for name, module in inside if module.p and model.training and not module.training]
     if idle:
         log.warning(Event.DROPOUT_IDLE, modules=idle[:3])
-
-
-@contextlib.contextmanager
-def _as_trained(model: nn.Module, job: Job) -> Iterator[Remembered]:
-    """The model itself, in train mode and in the job's precision, as the plain loop has it; then all of the user's is as it was."""
-    with on_loan(model):
-        if job.precision == "bf16" and any(isinstance(tensor, FakeTensor) for _, tensor in _entries(model)):
-            _round_fakes(model, job.keep_fp32)
-        elif job.precision == "bf16":
-            halve(model, job.keep_fp32)
-        into_training(model)
-        before = Remembered(model, job.loss)
-        try:
-            yield before
-        finally:
-            before.put_back()
-
-
-def _example(job: Job, sample: Any) -> tuple[Any, Any]:
-    """A small micro-batch, of one sample several times."""
-    return data_rules.batched([sample] * EXAMPLES, job.seed, collate=job.collate)
-
-
-def _own_sizes(job: Job) -> list[int]:
-    micro = job.micro_batch_size or job.batch_size
-    return [size for size in (micro, job.batch_size % micro) if size]
 
 
 def _watch(wrap: _WithLoss, job: Job, example: tuple[Any, Any], names: Mapping[str, str]) -> Watch:
@@ -463,59 +443,6 @@ def _by_value(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
-    """Of what cannot be captured: UsageError if it fails on the same samples without any capture, as it will elsewhere."""
-    hushed = contextlib.redirect_stdout(io.StringIO())  # it has printed and warned already
-    with torch.random.fork_rng(devices=[]), hushed, warnings.catch_warnings(action="ignore"), _as_trained(model, job):
-        give_memory(model)
-        with calling("the model"):
-            output = data_rules.call_model(model, example[0])
-        what = f"the loss, a class and not {job.loss.__name__}()," if isinstance(job.loss, type) else "the loss"
-        with calling(what):
-            job.loss(output, example[1])
-
-
-def _refuse_failing(model: nn.Module, job: Job, sample: Any) -> None:
-    """UsageError of a model that fails without any capture, too, and CaptureError where the number of samples alone is why."""
-    try:
-        _eagerly(model, job, _example(job, sample))
-    except UsageError as error:
-        own = _own_sizes(job)[0]
-        try:
-            _eagerly(model, job, data_rules.batched([sample] * own, job.seed, collate=job.collate))
-        except UsageError:
-            raise error from None
-        raise CaptureError(
-            f"{error}: so it is with {EXAMPLES} samples, as a model is tried, and with {own} it works; a graph is for any number "
-            "of samples, so take sizes from x.shape[0]"
-        ) from error
-
-
-def _refuse_types(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
-    """A model that fails on numbers of another type than its weights, and not on the same in theirs: fakes do not tell of it."""
-    weights = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    inputs = data_rules.inputs_of(example)
-    other = {n: t for n, t in inputs.items() if t.is_floating_point() and t.dtype not in weights}
-    if len(weights) != 1 or not other:
-        return
-    try:
-        _eagerly(model, job, example)
-    except UsageError as error:
-        (wanted,) = weights
-        given = inputs | {n: t.to(wanted) for n, t in other.items()}
-        x, y = example
-        try:
-            _eagerly(model, job, (data_rules.rebuild(x, "x", given), data_rules.rebuild(y, "y", given)))
-        except UsageError:
-            raise error from None
-        kind = str(wanted).removeprefix("torch.")
-        gives = ", ".join(f"{n} in {str(t.dtype).removeprefix('torch.')}" for n, t in other.items())
-        raise UsageError(
-            f"data gives {gives}, and the model's weights are {kind}: "
-            f"give {kind}, by .to(torch.{kind}) or numpy's .astype({kind!r}), or a Python number by torch.tensor(...) ({error})"
-        ) from error
-
-
 def _norm_order(model: nn.Module, layout: Layout, reached: Set[str]) -> tuple[str, ...]:
     """As named_parameters; where types are mixed, in the groups that clip_grad_norm_ makes of the gradients. What no gradient flows
     to has none, and the first gradient's type says which group comes first."""
@@ -529,10 +456,6 @@ def _norm_order(model: nn.Module, layout: Layout, reached: Set[str]) -> tuple[st
     return (*(trained[i] for _, places in groups for i in places), *others)
 
 
-def _entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-
-
 def _rounded(model: nn.Module, names: Mapping[str, str], layout: Layout) -> dict[str, torch.dtype]:
     """Buffers of the model, as it is trained, that have another type than in `layout`."""
     buffers = {names[name]: buffer.dtype for name, buffer in model.named_buffers(remove_duplicate=False)}
@@ -540,18 +463,10 @@ def _rounded(model: nn.Module, names: Mapping[str, str], layout: Layout) -> dict
     return {name: dtype for name, dtype in buffers.items() if name not in trained and dtype != layout[name][0]}
 
 
-def _round_fakes(model: nn.Module, keep_fp32: Sequence[str]) -> None:
-    """As `halve`, for fake tensors, whose modules torch cannot convert: others take their places."""
-    kept = outermost(model, keep_fp32)
-    spared = {id(tensor) for module in kept for _, tensor in _entries(module)}
-    put_others(model, lambda t: t.detach().bfloat16() if t.is_floating_point() and id(t) not in spared else t.detach())
-    compute_in_full(kept)
-
-
 def _names(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     """Every name -> the first name of the same tensor; and the aliases alone."""
     first: dict[int, str] = {}
-    names = {name: first.setdefault(id(tensor), name) for name, tensor in _entries(model)}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in entries(model)}
     return names, {name: target for name, target in names.items() if name != target}
 
 

@@ -50,8 +50,8 @@ from meshcee.files.layout import copied
 from meshcee.job import Job, seed_of
 from meshcee.optim import Optimizer
 from meshcee.sampling import GENERATORS, Source, batched, call_model, inputs_of, probes, rebuild, source_of
-from meshcee.sampling.kept import leaving_nothing
 from meshcee.sampling.odd import names_of_probes
+from meshcee.sampling.traces import leaving_nothing
 from meshcee.stage import Chain
 
 __all__ = ["blamed", "examine", "refuse_failing"]

@@ -7,9 +7,9 @@ each step. The owner and the plain loop share this room; members never see a dat
 from meshcee.sampling.again import FED, repeats, unrepeatable
 from meshcee.sampling.data import batch_of, batched, call_model, inputs_of, rebuild, stack
 from meshcee.sampling.hyper import HyperSchedule, scheduled
-from meshcee.sampling.kept import leaving_nothing
 from meshcee.sampling.order import GENERATORS, NO_STEP, collated, draw, generators_put_back, read
 from meshcee.sampling.source import Source, indices_of, inputs_of_one, order_digest, probes, source_of
+from meshcee.sampling.traces import leaving_nothing
 
 __all__ = [
     "FED",

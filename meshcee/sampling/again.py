@@ -17,9 +17,9 @@ import torch
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.files.tensor_files import byte_view, flat_bytes
 from meshcee.job import At, Job
-from meshcee.sampling.kept import Kept, leaving_nothing
 from meshcee.sampling.order import NO_STEP, drawn, read
 from meshcee.sampling.source import inputs_of_one
+from meshcee.sampling.traces import Traces, leaving_nothing
 
 __all__ = ["FED", "MOST_BYTES", "alike", "check_samples", "repeats", "sample_digests", "unrepeatable"]
 
@@ -64,11 +64,11 @@ def unrepeatable(job: Job) -> str | None:
     UsageError for a sampler whose order does not repeat, and for a set that keeps what it has drawn or what follows from the order
     of its reads. Such a sample is what the first read of all has made of it, and that may be no read of a step.
     """
-    with leaving_nothing(job) as kept:
-        return _unrepeatable(job, kept)
+    with leaving_nothing(job) as traces:
+        return _unrepeatable(job, traces)
 
 
-def _unrepeatable(job: Job, kept: Kept) -> str | None:
+def _unrepeatable(job: Job, traces: Traces) -> str | None:
     if job.sampler is not None:
         from meshcee.sampling.sampler import check_repeats
 
@@ -99,9 +99,9 @@ def _unrepeatable(job: Job, kept: Kept) -> str | None:
             return _ANOTHER.format(i)
         if i in drawing and not looked.has_drawn:
             raise UsageError(_KEPT.format(i))
-    if kept.has_changed:
+    if traces.has_changed:
         later = {i: _sample(job, i, step=0) for i in first}
-        kept.put_back()
+        traces.put_back()
         for i in reversed(first):
             if not alike(later[i], _sample(job, i, step=0)):
                 raise UsageError(_BY_ORDER.format(i))

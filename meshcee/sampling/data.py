@@ -8,6 +8,7 @@ become a pair here, and `call_model` alone looks at what a model takes of them: 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any
@@ -164,7 +165,7 @@ def _mend(items: Sequence[Any], error: Exception) -> str:
         return "an image is no tensor; use torchvision.transforms.ToTensor(), or dataset.with_transform(...),"
     if odd := next((kind for kind in kinds if not (issubclass(kind, _STACKED) or hasattr(kind, "__array__"))), None):
         return f"a {odd.__name__} is no tensor; make a tensor of it"
-    return f"{error}; pad them to one shape"
+    return f"{error}; pad them to one shape" if re.search(r"equal size|of length", str(error)) else f"{error}; mend it"
 
 
 _STACKED = (torch.Tensor, Number, list, tuple)  # what a tensor can be made of

@@ -9,6 +9,7 @@ functions are not copied: they may hold anything, and their rates must follow fr
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import time
 import warnings
@@ -64,6 +65,8 @@ class HyperSchedule:
         if self._scheduler is None:
             return
         for step, (once, again) in enumerate(zip(self._rates(steps), HyperSchedule(*self._given)._rates(steps))):
+            if re.search(r"\b(nan|inf)\b", once):
+                raise UsageError(f"the schedule gives a rate that is no number at step {step + 1}: {once:.200}")
             if again != once:
                 raise UsageError(
                     f"the schedule gives other rates at step {step + 1} when asked again; they must follow from the step alone"

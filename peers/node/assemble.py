@@ -37,7 +37,7 @@ from dht import (
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, NotPermittedError
 from meshcee.files import Home, large_apart, settled
-from peers.device import Compute, Graphs, Pace, host_id
+from peers.device import Compute, Graphs, Pace, host_id, resolve_device
 from peers.node.agent import Agent, AgentOptions
 from peers.node.departure import Departure
 from peers.node.mesh import Mesh
@@ -199,7 +199,9 @@ class InProcess:
         own wall clock, where that differs from the mesh's. A `device` runs already. `said`: of its user, besides (AgentOptions)."""
         identity, quick, clock = identity or Identity.generate(), self._timeouts, clock or self._clock
         if lends and device is None:
-            device = await self._stack.enter_async_context(Compute(self._options.device, pace or self._options.pace))
+            device = await self._stack.enter_async_context(
+                Compute(resolve_device(self._options.device), pace or self._options.pace)
+            )
         members = self.members_for(identity.peer_id, role, clock)
         transport = await self._stack.enter_async_context(
             self.network.transport(identity.peer_id, self._key.secret, timeouts=quick, members=members)
@@ -366,7 +368,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         daemon.on_restart(store.rebind)
         device: Compute | DeviceProcess | None = process
         if options.compute and process is None:
-            device = await stack.enter_async_context(Compute(options.device, pace))
+            device = await stack.enter_async_context(Compute(resolve_device(options.device), pace))
         node = Node(
             # Several peers of one machine must be told apart.
             AgentOptions(

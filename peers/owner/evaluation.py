@@ -125,7 +125,7 @@ def _is_of(samples: int, tensor: Any, said: Value) -> bool:
 
 def averaged(job: Job, feed: Feed, answers: Answers) -> dict[str, float]:
     """Each metric averaged over the evaluation's samples; "loss" is always there, and of sums too the mean per sample."""
-    summed = {"loss"} - {*job.metrics} if job.reduction == "sum" else set()
+    summed = {"loss"} if job.reduction == "sum" else set()
     totals: dict[str, float] = {}
     count = 0
     for micro in range(answers.round.num_micro):

@@ -37,6 +37,20 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("around", "says"),
+    [
+        (lambda: torch.autocast("cpu", dtype=torch.bfloat16), r"autocast is on around the job.*precision='bf16'"),
+        (torch.inference_mode, r"inference_mode is on around the job.*leave it"),
+        (lambda: torch.device("meta"), r"another device than the CPU.* is on around the job.*leave it"),
+    ],
+)
+def test_what_is_on_around_a_job_and_in_no_peers_process_is_told(around: Callable[[], Any], says: str) -> None:
+    job = job_of(nn.Linear(WIDTH, WIDTH))
+    with around(), pytest.raises(UsageError, match=says):
+        capture(job)
+
+
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_that_gives_other_bits_is_refused_before_anything_else(name: str) -> None:

@@ -30,7 +30,7 @@ from tests.rig.virtual_time import virtual_time
 def test_wedge_a_holder_restarts_at_once_without_its_terms(seed: int) -> None:
     """exo #2197: it campaigns from zero, is taken for stale, and nobody leads again.
 
-    Kept from happening by `seen` in Election, which counts our own claim of an earlier life: without it the new life
+    Traces from happening by `seen` in Election, which counts our own claim of an earlier life: without it the new life
     claims a term that the old one has had.
     """
     world = quiet_world(4, seed)
@@ -51,7 +51,7 @@ def test_wedge_a_holder_restarts_at_once_without_its_terms(seed: int) -> None:
 def test_wedge_a_claimant_dies_before_it_confirms(seed: int) -> None:
     """exo #2197: a candidacy that nobody will ever evaluate blocks the round.
 
-    Kept from happening by Roster, through which Election._looked sees claims: one that does not change for a ttl is as good as
+    Traces from happening by Roster, through which Election._looked sees claims: one that does not change for a ttl is as good as
     none, however long the store keeps it.
     """
     world = World(4, seed)
@@ -69,7 +69,7 @@ def test_wedge_a_claimant_dies_before_it_confirms(seed: int) -> None:
 def test_flap_a_claim_is_seen_after_the_election() -> None:
     """exo #2059: a candidate's delayed message topples the coordinator that was elected without it.
 
-    Kept from happening by `before_us` in Election._defend: a holder gives way to its own number only when it is confirmed.
+    Traces from happening by `before_us` in Election._defend: a holder gives way to its own number only when it is confirmed.
     """
     world = World(2, seed=1, delay_s=0.0)
     late, early = sorted(world.peers, reverse=True)  # of equal numbers the later name counts for more
@@ -91,7 +91,7 @@ def test_flap_a_claim_is_seen_after_the_election() -> None:
 def test_split_two_halves_lead_themselves_and_one_of_them_gives_way(seed: int) -> None:
     """exo #2059: after a partition two masters go on, and what the old one has said comes back.
 
-    Kept from happening by `before_us` in Election._defend (a confirmed claim of a higher term ends ours), and by
+    Traces from happening by `before_us` in Election._defend (a confirmed claim of a higher term ends ours), and by
     Elector.accept for what was planned meanwhile (see the next story).
     """
     world = quiet_world(5, seed)
@@ -107,7 +107,7 @@ def test_split_two_halves_lead_themselves_and_one_of_them_gives_way(seed: int) -
 
 @virtual_time
 async def test_split_what_the_old_coordinator_planned_is_refused() -> None:
-    """Kept from happening by the comparison with `accepted` in Election.accept."""
+    """Traces from happening by the comparison with `accepted` in Election.accept."""
     memory = shared()
     peers = {peer.peer_id: peer for peer in (Peer(memory, name) for name in "abc")}
     electors = {peer_id: peer.elector() for peer_id, peer in peers.items()}
@@ -134,7 +134,7 @@ async def test_split_what_the_old_coordinator_planned_is_refused() -> None:
 def test_storm_a_hundred_lose_their_coordinator(seed: int) -> None:
     """Everybody campaigns at once, over and over.
 
-    Kept from happening by `any(not c.confirmed ...)` in Election._follow: while somebody claims, nobody else begins to.
+    Traces from happening by `any(not c.confirmed ...)` in Election._follow: while somebody claims, nobody else begins to.
     """
     world = quiet_world(100, seed)
     (holder,) = world.holders()
@@ -149,7 +149,7 @@ def test_storm_a_hundred_lose_their_coordinator(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_storm_comings_and_goings_are_no_reason_to_elect(seed: int) -> None:
-    """Each connection starts a campaign. Kept from happening by `best is not None` in Election._follow: who believes, waits."""
+    """Each connection starts a campaign. Traces from happening by `best is not None` in Election._follow: who believes, waits."""
     world = quiet_world(12, seed)
     (holder,), (term,) = world.holders(), world.leases()
     others = [name for name in world.peers if name != holder]
@@ -167,7 +167,7 @@ def test_storm_comings_and_goings_are_no_reason_to_elect(seed: int) -> None:
 async def test_ghosts_who_leaves_and_rejoins_many_times_is_one_peer() -> None:
     """parallax #166: three machines, four nodes, and the plan waits for one that will never answer.
 
-    Kept from happening by the key of a record, which is its peer's id (Directory.write), and by Roster, which forgets who is
+    Traces from happening by the key of a record, which is its peer's id (Directory.write), and by Roster, which forgets who is
     silent; a peer that comes under a new id is another one, and the old one is gone after a ttl.
     """
     memory = shared()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 import threading
 from typing import Any
@@ -245,3 +246,9 @@ def test_two_processes_describe_a_schedule_alike() -> None:
     assert made().words == made().words
     assert "0x" not in made().words
     assert Schedule("StepLR", step_size=3).words == "[('step_size', 3)]"  # as runs have it on the disk
+
+
+def test_a_rate_that_is_no_number_is_refused_before_the_first_step() -> None:
+    schedule = Schedule("LambdaLR", lr_lambda=lambda step: math.nan if step > 2 else 1.0)
+    with pytest.raises(UsageError, match=r"a rate that is no number at step 4: .*nan"):
+        HyperSchedule(Optimizer("SGD", lr=0.1), schedule).check(6)

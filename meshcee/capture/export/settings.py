@@ -50,6 +50,17 @@ ON_GPUS: Mapping[str, Setting] = {
 }
 
 
+_AROUND: tuple[tuple[Callable[[], bool], str, str], ...] = (
+    (lambda: torch.is_autocast_enabled("cpu"), "torch.autocast", ", and say Job(precision='bf16')"),
+    (torch.is_inference_mode_enabled, "torch.inference_mode", ": nothing could be trained"),
+    (
+        lambda: torch.get_default_device().type != "cpu",
+        "another device than the CPU, by torch.set_default_device() or a with statement,",
+        ": peers move what they get",
+    ),
+)
+
+
 @contextlib.contextmanager
 def peers_default() -> Iterator[None]:
     """Meanwhile the type of what is made without one is that of a peer's process."""
@@ -63,6 +74,9 @@ def peers_default() -> Iterator[None]:
 
 def refuse_settings(optimizer: Optimizer) -> None:
     """Raise UsageError if this process has set what would give a plain loop here other bits than peers have."""
+    for is_on, what, instead in _AROUND:
+        if is_on():
+            raise UsageError(f"{what} is on around the job, and not in a peer's process; leave it{instead}")
     kinds = [optimizer.name, *(group.get("class", "") for group in optimizer.groups.values())]
     counting = [kind for kind in kinds if kind in IN_DEFAULT]
     if counting and torch.get_default_dtype() != PEERS_DEFAULT:

@@ -157,7 +157,7 @@ def ready_as_the_epoch_ends() -> Iterator[None]:
 
 
 def test_a_member_gets_ready_just_as_another_ends_the_epoch(tmp_path: Path) -> None:
-    """Kept in order by what Owner._offer_all asks before it starts tasks for a member: their group may be ending."""
+    """Traces in order by what Owner._offer_all asks before it starts tasks for a member: their group may be ending."""
 
     async def story() -> None:
         async with world(job_of(), plan_of(*ALONE), tmp_path) as here, here.network.transport("owner") as owner:

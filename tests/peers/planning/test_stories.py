@@ -84,7 +84,7 @@ def kills_once(kind: str, *, sender: bool, after: int) -> Callable[[Storm, str, 
 def test_a_join_is_broken_by_one_who_leaves(tmp_path: Path, kind: str) -> None:
     """nousnet PR #61, prime-diloco #156: a member dies while it is given its weights, and the others wait for ever.
 
-    Kept from happening by `except (JoinError, StreamClosed, TimeoutError)` in Owner._offer: the epoch ends, the next has a plan
+    Traces from happening by `except (JoinError, StreamClosed, TimeoutError)` in Owner._offer: the epoch ends, the next has a plan
     for who is left.
     """
     assert told(kills_once(kind, sender=False, after=2), tmp_path).done
@@ -96,7 +96,7 @@ def test_a_join_is_broken_by_one_who_leaves(tmp_path: Path, kind: str) -> None:
 def test_a_source_dies_in_the_middle_of_its_transfer(tmp_path: Path, after: int) -> None:
     """prime-diloco #156: a live checkpoint of which one part never comes.
 
-    Kept from happening by `return not fetch.missing` in Saving.read (tests/peers/state/test_checkpoint.py takes it away).
+    Traces from happening by `return not fetch.missing` in Saving.read (tests/peers/state/test_checkpoint.py takes it away).
     """
     assert told(kills_once("part", sender=True, after=after), tmp_path).done
 
@@ -105,7 +105,7 @@ def test_a_source_dies_in_the_middle_of_its_transfer(tmp_path: Path, after: int)
 def test_a_member_that_only_the_owner_cannot_reach(tmp_path: Path) -> None:
     """From chaos of our own: planned with, since others see it, and the run ended with "cannot be reached".
 
-    Kept from happening by JoinError in the same line of Owner._offer.
+    Traces from happening by JoinError in the same line of Owner._offer.
     """
 
     async def story() -> None:
@@ -129,7 +129,7 @@ def test_a_member_that_only_the_owner_cannot_reach(tmp_path: Path) -> None:
 def test_a_link_between_two_members_delivers_nothing_and_breaks_nothing(tmp_path: Path) -> None:
     """From reading our own: both answer the owner, so it waited for ever.
 
-    Kept from happening by `live(outbox, ...)` in Session._use: each gives the other up, long before the owner would ask what its
+    Traces from happening by `live(outbox, ...)` in Session._use: each gives the other up, long before the owner would ask what its
     step waits for. That the next plan did not use the same
     pair again, and fail once more, is Course._count_losses' `CutOff(parted), `.
     """
@@ -159,7 +159,7 @@ def test_a_link_between_two_members_delivers_nothing_and_breaks_nothing(tmp_path
 def test_a_plan_names_a_thousand_peers_that_are_left_out(tmp_path: Path) -> None:
     """From benchmarks/scale.py: a plan that took more than a header may hold never reached the owner of a large mesh.
 
-    Kept from happening by PlanService.serve, which sends it as a payload.
+    Traces from happening by PlanService.serve, which sends it as a payload.
     """
     left_out = tuple(LeftOut(f"12D3KooW{i:044}", "it would not make the step shorter") for i in range(1000))
     plan = replace(even_plan(5, 1, 8, 4), left_out=left_out)

@@ -22,7 +22,7 @@ from tests.peers.state.test_keep import Epoch, answered, described, offers
 from tests.rig.virtual_time import run
 
 
-class Kept(Epoch):
+class Traces(Epoch):
     """An epoch that keeps copies and checkpoints, and what a member holds of its own stage by what it was asked for."""
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ def at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_checkpoint_on_the_owners_disk_replaces_no_copies() -> None:
     async def asked() -> None:
-        epoch = Kept()
+        epoch = Traces()
         await epoch.ask(10, keep=True)
         epoch.near(10)
         await epoch.ask(15, save=True)
@@ -104,7 +104,7 @@ def test_a_checkpoint_on_the_owners_disk_replaces_no_copies() -> None:
 
 def test_copies_of_which_the_owner_alone_knows_replace_none() -> None:
     async def asked() -> None:
-        epoch = Kept()
+        epoch = Traces()
         await epoch.ask(10, keep=True)
         epoch.near(10)
         await epoch.ask(20, keep=True)
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_asked_for_behind_a_hand_over_comes_with_the_first_
     """No copies are due, and members have no room for two: a best state was put off until they were, and was another by then."""
 
     async def asked() -> None:
-        epoch = Kept()
+        epoch = Traces()
         await epoch.ask(4, keep=True)
         epoch.near(4)
         epoch.copying.hand_over(9)
@@ -179,7 +179,7 @@ def test_a_checkpoint_that_is_asked_for_while_another_is_read_does_not_wait_for_
     """A read takes a twentieth of its link's time. Nothing was fed for twenty times as long as it would have taken."""
 
     async def asked() -> None:
-        epoch = Kept()
+        epoch = Traces()
         await epoch.ask(10, save=True)
         fetch, link = Gentle(), epoch.links[0]
         async with asyncio.timeout(60), asyncio.TaskGroup() as group:

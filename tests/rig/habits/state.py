@@ -343,7 +343,7 @@ class BufferOfAnotherShape(Blocks):
         return self.h(h) * (1 + 0.01 * self.k)
 
 
-@habit("vec", "cls", refused="keep what changes in a registered buffer")
+@habit("vec", "cls", refused="let forward add to a registered buffer")
 class ClassAttribute(Blocks):
     COUNT: ClassVar[list[int]] = [0]
 

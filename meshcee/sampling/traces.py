@@ -27,7 +27,7 @@ from meshcee.job import Job
 from meshcee.sampling.order import GENERATORS
 from meshcee.user_code import is_ours, library_of
 
-__all__ = ["Kept", "leaving_nothing"]
+__all__ = ["Traces", "leaving_nothing"]
 
 FEW = 10_000  # items of a container; more are data, and nothing changes inside of them
 MOST = 50_000  # objects that are visited
@@ -40,18 +40,18 @@ _LruCache = type(functools.lru_cache(len))
 
 
 @contextlib.contextmanager
-def leaving_nothing(job: Job) -> Iterator[Kept]:
+def leaving_nothing(job: Job) -> Iterator[Traces]:
     """Around what reads the job's data before its first step."""
     with GENERATORS:  # nobody reads meanwhile
-        kept = Kept(job)
+        traces = Traces(job)
     try:
-        yield kept
+        yield traces
     finally:
         with GENERATORS:
-            kept.put_back()
+            traces.put_back()
 
 
-class Kept:
+class Traces:
     """What the job's data, its collate function and its sampler can write, as it is now."""
 
     def __init__(self, job: Job) -> None:

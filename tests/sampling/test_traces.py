@@ -23,7 +23,7 @@ from meshcee.capture import capture
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.sampling import leaving_nothing, unrepeatable
-from meshcee.sampling.kept import Kept
+from meshcee.sampling.traces import Traces
 from tests.mutation import changed
 
 ROWS = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
@@ -232,7 +232,7 @@ def test_a_run_with_data_that_counts_its_reads_equals_the_plain_loop(what: str) 
 
 def test_without_being_put_back_another_number_is_read() -> None:
     job = job_of(COUNTS["a number"]())
-    with changed(Kept, "put()", "pass"):
+    with changed(Traces, "put()", "pass"):
         unrepeatable(job)
     assert not torch.equal(job.data[0][0], ROWS[0])
 
@@ -270,9 +270,9 @@ def test_whatever_is_written_into_a_tree_is_put_back(tree: Any, writes: list[tup
 
 def test_what_nobody_has_written_is_not_touched() -> None:
     data = Of(counted, reads=0, table=np.zeros(4), last=[1], large=torch.zeros(1 << 20))
-    kept = Kept(job_of(data))
-    assert not kept.has_changed
+    traces = Traces(job_of(data))
+    assert not traces.has_changed
     data.large += 1  # is passed over: a copy would take as much memory
-    assert not kept.has_changed
+    assert not traces.has_changed
     data.table[0] = 1
-    assert kept.has_changed
+    assert traces.has_changed
