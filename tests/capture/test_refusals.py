@@ -307,10 +307,6 @@ REFUSED = {
         lambda _, h: h * h[:, : h.detach().argmax(1).max().item()].mean(1, keepdim=True),
         rf"aten\.item.*{HERE}.*keep it a tensor",
     ),
-    "parts of sizes that are values": (
-        lambda _, h: h * sum(part.mean(1, keepdim=True) for part in h.split(torch.tensor([1, 3]).tolist(), dim=1)),
-        rf"{HERE} .*",
-    ),
     "as many as there are samples, by a mask": (
         lambda _, h: (h.logsumexp(1) - h[F.one_hot(h.argmax(1), 4).bool()])[:, None],
         rf"aten\.index.*{HERE} .*size follows from values of the data; use a mask of fixed size",
