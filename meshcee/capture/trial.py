@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -79,8 +80,16 @@ def eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
     hushed = contextlib.redirect_stdout(io.StringIO())  # it has printed and warned already
     with torch.random.fork_rng(devices=[]), hushed, warnings.catch_warnings(action="ignore"), as_trained(model, job):
         give_memory(model)
-        with calling("the model"):
-            output = data_rules.call_model(model, example[0])
+        try:
+            with calling("the model"):
+                output = data_rules.call_model(model, example[0])
+        except UsageError as error:
+            if not (isinstance(error.__cause__, TypeError) and re.search(r"forward\(\) .*argument", str(error))):
+                raise
+            raise UsageError(
+                f"{error}; of data[i] -> (x, y) the model is called as model(x), as model(*x) for a tuple, as model(**x) for a "
+                "dict: give x what forward takes"
+            ) from error.__cause__
         what = f"the loss, a class and not {job.loss.__name__}()," if isinstance(job.loss, type) else "the loss"
         with calling(what):
             job.loss(output, example[1])

@@ -122,7 +122,7 @@ class Traces:
             self._function(it, depth)
         elif isinstance(it, type):
             self._class(it, depth)
-        elif isinstance(getattr(it, "__dict__", None), dict) and (isinstance(it, Dataset) or _is_users(type(it))):
+        elif isinstance(getattr(it, "__dict__", None), dict) and (isinstance(it, Dataset) or _leads_on(type(it))):
             self._visit(it.__dict__, depth)
             self._class(type(it), depth)
 
@@ -146,14 +146,14 @@ class Traces:
 
     def _function(self, function: types.FunctionType, depth: int) -> None:
         """What it closes over, and names of its module's variables."""
-        if not _is_users(function):
+        if not _leads_on(function):
             return
         for cell in function.__closure__ or ():
             look, put = (functools.partial(how, cell, "cell_contents") for how in (getattr, setattr))
             with contextlib.suppress(ValueError):  # not yet assigned
                 self._place(look, put, depth)
         self._each(function.__defaults__ or (), depth)
-        variables = function.__globals__
+        variables = function.__globals__ if _is_users(function) else {}
         for name in _names(function.__code__):
             if name in variables:
                 self._place(
@@ -176,6 +176,11 @@ class Traces:
         if not isinstance(item := look(), types.ModuleType):
             self._hold(look, put, operator.is_)
             self._visit(item, depth + 1)
+
+
+def _leads_on(made: Any) -> bool:
+    """Whether something of the user's may lie behind it, as behind what meshcee.hf makes of a set."""
+    return (made.__module__ or "").startswith("meshcee.") or _is_users(made)
 
 
 def _is_users(made: Any) -> bool:

@@ -264,7 +264,7 @@ def load_job(path: Path) -> Job:
         if isinstance(error, SystemExit):
             told = (
                 f"the file ended by itself (status {error.code or 0}); a job file is given no arguments: give its options "
-                "defaults, or read os.environ"
+                "defaults, or read os.environ, and let the file define `job` to its last line"
             )
         elif isinstance(error, ImportError) and "relative import" in str(error):
             told += f"; a job file is run by itself: {_instead(file, code)}"

@@ -91,3 +91,18 @@ def test_what_changes_no_number_is_captured() -> None:
 
     program = capture(job_of(Calls(checkpointed))).train
     assert [node.operator.name for node in program.nodes].count("aten.linear.default") == 2
+
+
+def test_a_forward_that_wants_more_than_the_samples_give_says_how_it_is_called() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> Any:
+            return self.linear(x) * scale
+
+    with pytest.raises(
+        UsageError, match=r"missing .*argument: 'scale'; .*model\(\*x\) for a tuple.*what forward takes"
+    ):
+        capture(job_of(Two()))

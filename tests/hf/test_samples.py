@@ -11,7 +11,9 @@ import torch
 from meshcee.errors import UsageError
 from meshcee.hf.loss import Counting
 from meshcee.hf.samples import Batches, Outputs, Samples, lengths_of
-from meshcee.sampling import batch_of
+from meshcee.job import Job
+from meshcee.optim import Optimizer
+from meshcee.sampling import batch_of, leaving_nothing
 from tests.hf.tiny import WORDS, llama, texts, tokenizer_of_words
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
@@ -139,3 +141,33 @@ def test_logits_are_prepared_as_they_come() -> None:
     outputs((torch.tensor(0.0), torch.eye(3)), {"place": torch.arange(3), "labels": {"labels": torch.arange(3)}})
     predictions, labels = outputs.collect()
     np.testing.assert_array_equal(predictions, labels)
+
+
+class CountingCollator:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, rows: list[Any]) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        return {"input_ids": torch.tensor([[row["n"], self.calls] for row in rows])}
+
+
+def test_looks_before_the_first_step_leave_no_traces_in_what_the_user_gave() -> None:
+    """The set and the collator lie in objects of ours."""
+    collator, rows = CountingCollator(), [{"n": i} for i in range(4)]
+    data = Samples(rows, None, name="train_dataset")
+    job = Job(
+        model=torch.nn.Linear(1, 1),
+        loss=torch.nn.functional.mse_loss,
+        data=data,
+        collate=Batches(collator, ["labels"], Counting(llama())),
+        optimizer=Optimizer("SGD", lr=0.1),
+        batch_size=2,
+        steps=1,
+    )
+    assert job.collate is not None
+    with leaving_nothing(job):
+        job.collate([data[0]])
+        rows[0]["n"] = 9
+    assert collator.calls == 0
+    assert rows[0] == {"n": 0}

@@ -333,7 +333,8 @@ class _Flattener:
         if {s for s in expression.free_symbols if s not in self.hints and s != self.batch_symbol}:
             raise _follows_from_values(maker, place)
         advice = instead(place, RANKS if "//" in str(expression) else "keep samples apart in the model")
-        raise CaptureError(f"{maker} a tensor with size {expression}, no multiple of the batch size; {advice}")
+        said = str(expression).replace(str(self.batch_symbol), "n")
+        raise CaptureError(f"{maker} a tensor with size {said}, no multiple of the batch size; {advice}")
 
 
 def _follows_from_values(maker: str, place: Place) -> CaptureError:
