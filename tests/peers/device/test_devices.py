@@ -179,9 +179,10 @@ def test_a_step_leaves_nothing_on_the_cpu(name: str, order: str) -> None:
 
 
 def test_a_model_that_is_not_on_the_cpu_is_refused_in_words() -> None:
-    job = dataclasses.replace(baked_job(), model=nn.Linear(4, 4, device="meta"))
-    with pytest.raises(UsageError, match=r"is on meta; .*model\.cpu\(\)"):
-        capture(job)
+    with FakeTensorMode(), torch.device("cuda"):  # as if there were a GPU
+        model = nn.PReLU(4)
+    with pytest.raises(UsageError, match=r"is on cuda; .*model\.cpu\(\)"):
+        capture(dataclasses.replace(baked_job(), model=model))
 
 
 # -- where there is a GPU ----------------------------------------------------------------------------------------------
