@@ -274,6 +274,22 @@ def test_a_cache_that_the_first_call_fills_holds_no_fakes_afterwards(kind: type[
         assert breaks(story)
 
 
+class CachedForEach(Cached):
+    @functools.lru_cache  # noqa: B019
+    def table(self, n: int) -> torch.Tensor:
+        return torch.arange(float(n)).sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) * self.table(x.shape[1])
+
+
+def test_a_cache_that_another_model_has_filled_is_emptied_each_time() -> None:
+    """Python counts anew after that, and may come to what was counted before."""
+    CachedForEach()(torch.ones(2, WIDTH))
+    torch.manual_seed(1)
+    assert difference(job_of(CachedForEach())) == ""
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

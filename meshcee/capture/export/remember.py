@@ -19,6 +19,7 @@ import random
 import re
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -198,7 +199,7 @@ class Remembered:
         elif isinstance(value, contextvars.ContextVar):
             self._visit(place, value.get(None), depth, line)
         elif isinstance(value, functools._lru_cache_wrapper):
-            self._drawers.append(functools.partial(_emptied, value, value.cache_info().misses))
+            self._drawers.append(functools.partial(_emptied, value, _fills(value)))
             self._visit(place, value.__wrapped__, depth, line)
         elif isinstance(value, nn.Module):
             for name, module in value.named_modules():
@@ -331,10 +332,18 @@ def _put(holder: Any, name: str, item: Any) -> None:
         setattr(holder, name, item)
 
 
-def _emptied(cache: Any, misses: int) -> None:
+_emptyings: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of caches, after which they count anew
+
+
+def _fills(cache: Any) -> tuple[int, int]:
+    return _emptyings.get(cache, 0), cache.cache_info().misses
+
+
+def _emptied(cache: Any, fills: tuple[int, int]) -> None:
     """A cache that was filled since, with fakes perhaps."""
-    if cache.cache_info().misses != misses:
+    if _fills(cache) != fills and cache.cache_info().currsize:
         cache.cache_clear()
+        _emptyings[cache] = _emptyings.get(cache, 0) + 1
 
 
 def _globals(code: types.CodeType | None) -> list[str]:
