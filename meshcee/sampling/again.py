@@ -76,11 +76,14 @@ def _unrepeatable(job: Job, traces: Traces) -> str | None:
     if job.streams:
         from meshcee.sampling.stream import first_of, read_first
 
-        looks = first_of(job), read_first(job.data, job.seed)
+        looks = [first_of(job), read_first(job.data, job.seed)]
+        if traces.has_changed:  # the first of these was read before what it left was put back
+            looks.append(read_first(job.data, job.seed))
         if any(look.in_threads for look in looks):
             return _IN_THREADS
         for i, samples in enumerate(zip(*(look.samples for look in looks))):
-            if not alike(*(inputs_of_one(job, sample) for sample, _ in samples)):
+            once, *others = [inputs_of_one(job, sample) for sample, _ in samples]
+            if not all(alike(once, other) for other in others):
                 return _ANOTHER.format(i)
         return None
     indices = sorted({k * len(job.data) // LOOKED_AT for k in range(LOOKED_AT)})
@@ -101,7 +104,7 @@ def _unrepeatable(job: Job, traces: Traces) -> str | None:
             raise UsageError(_KEPT.format(i))
     if traces.has_changed:
         later = {i: _sample(job, i, step=0) for i in first}
-        traces.put_back()
+        traces.put_back(all_of_it=True)
         for i in reversed(first):
             if not alike(later[i], _sample(job, i, step=0)):
                 raise UsageError(_BY_ORDER.format(i))

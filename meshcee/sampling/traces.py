@@ -3,7 +3,8 @@
 The idea: a run looks at samples before its first step. A set that counts its reads, that keeps what it has read, or that draws from
 a generator of its own must not notice. So the containers and numbers that the set and its functions can reach are taken with their
 content, shallowly, and put back. Large arrays and objects of libraries are passed over: what changes there is seen only by what
-comes of it (again.py).
+comes of it (again.py). Where a first read has opened a file or loaded a large table, all that it made from nothing stays, since to
+make it again may take long.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ class Traces:
     """What the job's data, its collate function and its sampler can write, as it is now."""
 
     def __init__(self, job: Job) -> None:
-        self._held: list[
-            tuple[Callable[[], bool], Callable[[], Any]]
-        ] = []  # whether it is another one, how to put it back
+        # Of each whether it is another one, and how to put it back.
+        self._held: list[tuple[Callable[[], bool], Callable[[], Any]]] = []
+        self._made: list[Callable[[], Iterable[Any]]] = []  # what is there now where there was nothing
+        self._keeps_made = False
         self._met: dict[int, Any] = {}  # alive while ids are compared
         self._left_bytes = MOST_BYTES
         roots = (job.data, job.eval_data, job.collate, job.sampler)
@@ -67,7 +69,9 @@ class Traces:
     def has_changed(self) -> bool:
         return any(is_other() for is_other, _ in self._held)
 
-    def put_back(self) -> None:
+    def put_back(self, *, all_of_it: bool = False) -> None:
+        """`all_of_it`: also what a first read has opened or loaded."""
+        self._keeps_made = not all_of_it and any(_takes_long(now) for made in self._made for now in made())
         for is_other, put in self._held:
             if is_other():
                 put()
@@ -123,8 +127,20 @@ class Traces:
         elif isinstance(it, type):
             self._class(it, depth)
         elif isinstance(getattr(it, "__dict__", None), dict) and (isinstance(it, Dataset) or _leads_on(type(it))):
-            self._visit(it.__dict__, depth)
+            self._attributes(it.__dict__, depth)
             self._class(type(it), depth)
+
+    def _attributes(self, held: dict[str, Any], depth: int) -> None:
+        before = dict(held)
+
+        def made() -> dict[str, Any]:
+            return {key: now for key, now in held.items() if now is not None and before.get(key) is None}
+
+        self._made.append(lambda: made().values())
+        self._hold(
+            lambda: dict(held), lambda _: _refill(held, before | (made() if self._keeps_made else {})), _same_items
+        )
+        self._each(before.values(), depth)
 
     def _has_room(self, nbytes: int) -> bool:
         found = nbytes <= min(ARRAY_BYTES, self._left_bytes)
@@ -174,7 +190,8 @@ class Traces:
     def _place(self, look: Callable[[], Any], put: Callable[[Any], Any], depth: int) -> None:
         """A variable: what it refers to, and what lies in there."""
         if not isinstance(item := look(), types.ModuleType):
-            self._hold(look, put, operator.is_)
+            self._made.append(lambda: [] if item is not None else [look()])
+            self._hold(look, lambda _: put(look() if item is None and self._keeps_made else item), operator.is_)
             self._visit(item, depth + 1)
 
 
@@ -195,6 +212,20 @@ def _names(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names(constant)
+
+
+_GENERATORS = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
+
+
+def _takes_long(made: Any) -> bool:
+    """Whether to open or to load it again may take long."""
+    if isinstance(made, (*_SIMPLE, types.FunctionType, types.MethodType, type, _GENERATORS)):
+        return False
+    if isinstance(made, np.ndarray | torch.Tensor):
+        return made.nbytes > ARRAY_BYTES
+    if type(made) in (*_DICTS, *_LISTS, tuple, set):
+        return len(made) > FEW
+    return not _leads_on(type(made))
 
 
 def _refill(container: Any, content: Any) -> None:

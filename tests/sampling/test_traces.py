@@ -276,3 +276,33 @@ def test_what_nobody_has_written_is_not_touched() -> None:
     assert not traces.has_changed
     data.table[0] = 1
     assert traces.has_changed
+
+
+def test_what_a_first_read_opens_or_loads_stays_open() -> None:
+    """To open it again for each look would take minutes where a table is large."""
+
+    def opened(own: Any, i: int) -> torch.Tensor:
+        if own.file is None:
+            own.file, own.table, own.words = open(__file__, "rb"), torch.zeros(1 << 20), {}  # noqa: SIM115
+            own.made += 1
+        own.words[i] = i
+        return ROWS[i] + own.table[i]
+
+    data = Of(opened, file=None, table=None, words=None, made=0)
+    with leaving_nothing(job_of(data)):
+        assert data[1][0].equal(ROWS[1])
+    file = data.file
+    assert (file.closed, data.table.numel(), data.words, data.made) == (False, 1 << 20, {1: 1}, 0)
+    assert unrepeatable(job_of(data)) is None
+    assert data.file is file
+    file.close()
+
+
+def test_a_large_table_that_a_first_read_draws_is_refused_as_a_small_one() -> None:
+    def drawn(own: Any, i: int) -> Any:
+        if own.table is None:
+            own.table = torch.randn(1 << 20)
+        return ROWS[i] + own.table[i] + random.random()
+
+    with pytest.raises(UsageError, match="no run could go on with the same samples"):
+        unrepeatable(job_of(Of(drawn, table=None)))
