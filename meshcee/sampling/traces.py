@@ -134,7 +134,7 @@ class Traces:
         before = dict(held)
 
         def made() -> dict[str, Any]:
-            return {key: now for key, now in held.items() if now is not None and before.get(key) is None}
+            return {key: now for key, now in dict(held).items() if now is not None and before.get(key) is None}
 
         self._made.append(lambda: made().values())
         self._hold(
