@@ -104,7 +104,7 @@ def refuse_failing(model: nn.Module, job: Job, sample: Any) -> None:
         try:
             eagerly(model, job, data_rules.batched([sample] * own, job.seed, collate=job.collate))
         except UsageError:
-            raise error from None
+            raise error from error.__cause__
         raise CaptureError(
             f"{error}: so it is with {EXAMPLES} samples, as a model is tried, and with {own} it works; a graph is for any number "
             "of samples, so take sizes from x.shape[0]"
@@ -127,7 +127,7 @@ def refuse_types(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
         try:
             eagerly(model, job, (data_rules.rebuild(x, "x", given), data_rules.rebuild(y, "y", given)))
         except UsageError:
-            raise error from None
+            raise error from error.__cause__
         kind = str(wanted).removeprefix("torch.")
         gives = ", ".join(f"{n} in {str(t.dtype).removeprefix('torch.')}" for n, t in other.items())
         raise UsageError(
