@@ -38,6 +38,7 @@ __all__ = [
     "Plain",
     "PlainStep",
     "compute_in_full",
+    "entries",
     "give_memory",
     "halve",
     "in_full",
@@ -183,6 +184,11 @@ def _trained(job: Job, model: nn.Module, steps: int, micro_batch: int) -> Iterat
         yield PlainStep(step, total, losses, norm.item(), grads, model, _state_dict(model, full), ema)
         optimizer.zero_grad()
         model.zero_grad()
+
+
+def entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters, then buffers, under every name."""
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 def into_training(model: nn.Module) -> None:

@@ -48,21 +48,9 @@ from meshcee.capture.graph import Analysis, Batch, Dim, Input, Node, NodeRefused
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.capture.outputs import no_loss, put_together, taken_apart
-from meshcee.capture.trial import (
-    as_trained,
-    entries,
-    example_of,
-    own_sizes,
-    refuse_dtypes,
-    refuse_failing,
-    refuse_types,
-)
+from meshcee.capture.trial import as_trained, example_of, own_sizes, refuse_dtypes, refuse_failing, refuse_types
 from meshcee.config import Limits
-from meshcee.eager import (
-    HALVES,
-    in_full,
-    put_others,
-)
+from meshcee.eager import HALVES, entries, in_full, put_others
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
 from meshcee.events import Event
 from meshcee.figures import BlockCost
@@ -284,12 +272,12 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
     names, aliases = _names(model)
     tensors = {n: t.detach() for n, t in entries(model) if n not in aliases}
     elsewhere = sorted({t.device.type for t in tensors.values()} - {"cpu"})
-    if "meta" in elsewhere and recorder is None:
-        raise UsageError(
-            "the model is on the meta device, where weights have no numbers; give a function that makes it, with Job(weights=...) "
-            "if they lie in a checkpoint"
-        )
     if elsewhere and recorder is None:
+        if "meta" in elsewhere:
+            raise UsageError(
+                "the model is on the meta device, where weights have no numbers; give a function that makes it, with "
+                "Job(weights=...) if they lie in a checkpoint"
+            )
         raise UsageError(f"the model is on {elsewhere[0]}; give it on the CPU: model.cpu()")
     widens = job.precision == "bf16" and any(t.dtype in HALVES for t in tensors.values())
     layout = {

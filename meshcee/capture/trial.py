@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshcee.capture.export import EXAMPLES, Remembered
 from meshcee.capture.graph.encoding import DTYPES
-from meshcee.eager import compute_in_full, give_memory, halve, into_training, on_loan, outermost, put_others
+from meshcee.eager import compute_in_full, entries, give_memory, halve, into_training, on_loan, outermost, put_others
 from meshcee.errors import CaptureError, UsageError
 from meshcee.job import Job
 from meshcee.sampling import data as data_rules
@@ -27,18 +27,12 @@ from meshcee.user_code import calling
 
 __all__ = [
     "as_trained",
-    "eagerly",
-    "entries",
     "example_of",
     "own_sizes",
     "refuse_dtypes",
     "refuse_failing",
     "refuse_types",
 ]
-
-
-def entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 @contextlib.contextmanager
@@ -75,7 +69,7 @@ def own_sizes(job: Job) -> list[int]:
     return [size for size in (micro, job.batch_size % micro) if size]
 
 
-def eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
+def _eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
     """Of what cannot be captured: UsageError if it fails on the same samples without any capture, as it will elsewhere."""
     hushed = contextlib.redirect_stdout(io.StringIO())  # it has printed and warned already
     with torch.random.fork_rng(devices=[]), hushed, warnings.catch_warnings(action="ignore"), as_trained(model, job):
@@ -98,11 +92,11 @@ def eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
 def refuse_failing(model: nn.Module, job: Job, sample: Any) -> None:
     """UsageError of a model that fails without any capture, too, and CaptureError where the number of samples alone is why."""
     try:
-        eagerly(model, job, example_of(job, sample))
+        _eagerly(model, job, example_of(job, sample))
     except UsageError as error:
         own = own_sizes(job)[0]
         try:
-            eagerly(model, job, data_rules.batched([sample] * own, job.seed, collate=job.collate))
+            _eagerly(model, job, data_rules.batched([sample] * own, job.seed, collate=job.collate))
         except UsageError:
             raise error from error.__cause__
         raise CaptureError(
@@ -119,13 +113,13 @@ def refuse_types(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
     if len(weights) != 1 or not other:
         return
     try:
-        eagerly(model, job, example)
+        _eagerly(model, job, example)
     except UsageError as error:
         (wanted,) = weights
         given = inputs | {n: t.to(wanted) for n, t in other.items()}
         x, y = example
         try:
-            eagerly(model, job, (data_rules.rebuild(x, "x", given), data_rules.rebuild(y, "y", given)))
+            _eagerly(model, job, (data_rules.rebuild(x, "x", given), data_rules.rebuild(y, "y", given)))
         except UsageError:
             raise error from error.__cause__
         kind = str(wanted).removeprefix("torch.")

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshcee.capture import Capture
 from meshcee.capture.graph import Program, StageSpec, resolve
-from meshcee.eager import compute_in_full, outermost, put_others
+from meshcee.eager import compute_in_full, entries, outermost, put_others
 from meshcee.equality.recorder import memory_of, tensors_in
 from meshcee.equality.watch import digest
 from meshcee.files.layout import copied, offset_of, placed
@@ -69,11 +69,6 @@ def stand_in(model: nn.Module, halves: bool, keep_fp32: Sequence[str], real: Map
 
     put_others(model, other)
     compute_in_full(kept)
-
-
-def entries(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers, under every name."""
-    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
 class _Tracked(torch.autograd.Function):

@@ -28,8 +28,8 @@ from torch import nn
 
 from meshcee.capture import Capture, watch_sizes
 from meshcee.capture.export import EXAMPLES
-from meshcee.eager import halve, into_training, on_loan
-from meshcee.equality.blocks import Blocks, Weights, entries, stand_in, without_saving
+from meshcee.eager import entries, halve, into_training, on_loan
+from meshcee.equality.blocks import Blocks, Weights, stand_in, without_saving
 from meshcee.equality.failing import (
     BACKWARD_PASS,
     blame,

@@ -147,8 +147,8 @@ class Feed:
         self._micro_batch = micro_batch
         self.start = start
         self._fed = fed
-        kept = fed is not None or job.workers > 0 or job.streams or job.collate is not None
-        self._reads_whole = kept or in_order
+        once = fed is not None or job.workers > 0 or job.streams
+        self._reads_whole = once or in_order or job.collate is not None
         self._whole: dict[int, list[tuple[Any, Any]]] = {}  # micro-batches of steps that are read once: those being fed
         self._keeps_targets = bool(job.metrics) or job.weight is not None
         self._targets: dict[tuple[int, int], Any] = {}  # of evaluations that are under way, by round and micro-batch

@@ -30,6 +30,7 @@ from torch.nn.modules import rnn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from meshcee.eager import entries
 from meshcee.errors import CaptureError, MeshceeError
 from meshcee.user_code import Place, avoided, is_ours, place_in
 
@@ -512,8 +513,8 @@ def refuse_modules(model: nn.Module, loss: Any) -> None:
 
 def _refuse_other_state(model: nn.Module) -> None:
     """What a state_dict has under another name alone, or adds, would be in no result: those are the model's own tensors by name."""
-    entries = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    own = {id(tensor): name for name, tensor in entries}
+    held = dict(entries(model))
+    own = {id(tensor): name for name, tensor in held.items()}
     try:
         state = model.state_dict(keep_vars=True)
     except Exception as error:
@@ -522,7 +523,7 @@ def _refuse_other_state(model: nn.Module) -> None:
             "arguments of nn.Module's and give them on, or leave it out"
         ) from error
     kept = {key: id(tensor) for key, tensor in state.items()}
-    told = {tensor for key, tensor in kept.items() if key in dict(entries)}
+    told = {tensor for key, tensor in kept.items() if key in held}
     for key, tensor in kept.items():
         if tensor not in own:
             raise CaptureError(

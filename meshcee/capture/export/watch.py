@@ -28,6 +28,7 @@ from meshcee.capture.export.refusals import AFTER_ONE_BATCH, COUNT, GRADIENT_SET
 from meshcee.capture.export.remember import Remembered
 from meshcee.capture.export.writes import is_copy
 from meshcee.capture.graph import Program, canonical, quiet, resolve, without_out
+from meshcee.eager import entries
 from meshcee.errors import CaptureError
 from meshcee.files.tensor_files import byte_view
 from meshcee.user_code import avoided, is_ours, library_of
@@ -113,9 +114,8 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return hashlib.blake2b(byte_view(tensor), digest_size=12).hexdigest()  # it may be written: not kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func.namespace == "prim"
-        ):  # a question of C++ code, as for a device: an error in there would end this process
+        if func.namespace == "prim":
+            # C++ code asks, as for a device: an error in there would end this process.
             return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         # As export writes it.
@@ -267,21 +267,21 @@ def eager_runs(
     held: list[Any] = []
     with _fake():
         fakes: dict[int, torch.Tensor] = {}
-        entries: dict[str, torch.Tensor] = {}
+        stand_ins: dict[str, torch.Tensor] = {}
         for path, tensor in _slots(module):
             if id(tensor) not in fakes:
                 strides = canonical(tensor.shape, tensor.stride())
                 empty = torch.empty_strided(tuple(tensor.shape), strides, dtype=tensor.dtype)
                 own = isinstance(tensor, nn.Parameter)
                 fakes[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if own else empty
-            entries[path] = fakes[id(tensor)]
+            stand_ins[path] = fakes[id(tensor)]
         names: dict[int, str] = {}
-        known = {path for path, _ in _entries(module)}
-        with _reparametrize_module(module, entries):
+        known = {path for path, _ in entries(module)}
+        with _reparametrize_module(module, stand_ins):
             for _ in range(times):
                 run = Run()
                 torch.default_generator.manual_seed(_SEED)  # the pass before may have left another
-                state = [(path, t, _digest("state", name_of(path))) for path, t in _entries(module)]
+                state = [(path, t, _digest("state", name_of(path))) for path, t in entries(module)]
                 names |= {_key(t): own for _, t, own in state}
                 inputs = {n: torch.empty((samples, *t.shape[1:]), dtype=t.dtype) for n, t in arguments.items()}
                 raw = {_key(t): _digest("raw", n) for n, t in inputs.items()}
@@ -293,11 +293,11 @@ def eager_runs(
                 buffers = {name_of(path): t for path, t in module.named_buffers(remove_duplicate=False)}
                 run.end(naming, loss, buffers)
                 for path, tensor in module.named_buffers(remove_duplicate=False):
-                    if not runs and path in entries and tensor is not entries[path]:
-                        rebound[path] = entries[path], tensor
+                    if not runs and path in stand_ins and tensor is not stand_ins[path]:
+                        rebound[path] = stand_ins[path], tensor
                 runs.append(run)
                 held.append((naming, inputs))
-                now = {path: naming.storage(t) for path, t in _entries(module)}
+                now = {path: naming.storage(t) for path, t in entries(module)}
                 changed = [own for path, t, own in state if t.requires_grad or now.get(path) != own]
                 moving = run.moving([*raw.values(), *changed])
                 names |= {key: _digest("left by a call", own) for key, own in names.items() if own in moving}
@@ -342,10 +342,6 @@ def _slots(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, part in module.named_modules():
         yield from part.named_parameters(path, recurse=False, remove_duplicate=False)
         yield from part.named_buffers(path, recurse=False, remove_duplicate=False)
-
-
-def _entries(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
 
 
 @contextlib.contextmanager
