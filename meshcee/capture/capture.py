@@ -23,7 +23,6 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from meshcee.capture.export import (
     EXAMPLES,
     Exported,
-    Remembered,
     Watch,
     asked_for_masks,
     causal_masks,
@@ -56,6 +55,7 @@ from meshcee.events import Event
 from meshcee.figures import BlockCost
 from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
 from meshcee.job import Job
+from meshcee.reach import Remembered
 from meshcee.sampling import data as data_rules
 from meshcee.sampling import generators_put_back, inputs_of_one, leaving_nothing, probes
 

@@ -226,7 +226,7 @@ class _Net:
                 stand_in(self.model, self.job.precision == "bf16", self.job.keep_fp32, real)
             self.weights = Weights(self.model, self.captured, self._largest_block())
             spared = {id(t) for n, t in entries(self.model) if self.captured.aliases.get(n, n) not in self.cloned}
-        self.watch = Watch(self.model, [self.job.loss], spared=spared)
+        self.watch = Watch(self.model, self.job.loss, spared=spared)
 
     def _largest_block(self) -> int:
         layout = self.captured.layout

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshcee.capture import capture
-from meshcee.capture.export import Remembered
 from meshcee.errors import CaptureError
+from meshcee.reach import Remembered
 from tests.capture.exactness import WIDTH, difference, job_of
 from tests.mutation import Changed, breaks, changed
 
@@ -175,8 +175,8 @@ def of_method() -> Counter:
 
 
 BYTES: Changed = (Remembered, "hash(bytes(held))", "0")
-SET: Changed = (Remembered, "(len(value), hash(frozenset(value)))", "0")
-BUILT: Changed = (Remembered, "self._visit(place, built[1:3], depth, line)", "pass")
+SET: Changed = (Remembered, "len(item), hash(frozenset(item))", "0")
+BUILT: Changed = (Remembered, "self._visit(place, lambda: item.__reduce_ex__(2)[1:3], depth, line)", "pass")
 OF_C: dict[str, tuple[Callable[[], Counter], Changed]] = {
     "NumPy's integer": (of(lambda: np.int64(0), lambda n: n + np.int64(1), int), BYTES),
     "NumPy's float": (of(lambda: np.float32(0), lambda n: n + np.float32(1), int), BYTES),
@@ -204,17 +204,17 @@ OF_C: dict[str, tuple[Callable[[], Counter], Changed]] = {
 }
 
 COUNTERS: dict[Callable[[], Counter], Changed | None] = {
-    of_class: (Remembered, "self._class(value, depth)", "pass"),
-    of_slots: (Remembered, "[*held.items(), *slots.items()]", "held.items()"),
+    of_class: (Remembered, "self._class(item, depth)", "pass"),
+    of_slots: (Remembered, "for name in slots}", "for name in ()}"),
     of_private_slots: None,
-    of_function: (Remembered, "in list(vars(function).items())", "in []"),
-    of_generator: (Remembered, "= _Unseen()", "= None"),
+    of_function: (Remembered, "for key in list(vars(function)):", "for key in []:"),
+    of_generator: (Remembered, "return _Unseen()", "return None"),
     of_list: None,
     of_cycle: None,
     of_zip: None,
     of_array: BYTES,
     of_bytes: BYTES,
-    of_context: (Remembered, "value.get(None)", "None"),
+    of_context: (Remembered, "functools.partial(item.get, None)", "functools.partial(_same, None)"),
 }
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshcee.capture import capture
-from meshcee.capture.export import Remembered, remember
 from meshcee.errors import CaptureError
+from meshcee.reach import Remembered, content
 from tests.capture.exactness import WIDTH, difference, job_of
 from tests.mutation import Changed, breaks, changed
 from tests.rig.strides import ODD
@@ -250,7 +250,7 @@ class ByFile(Cached):
 
 
 MENDS: dict[type[Cached], Changed] = {
-    Cached: (remember, "cache.cache_clear()", "pass"),
+    Cached: (content, "cache.cache_clear()", "pass"),
     ByMethod: (Remembered, "waiting += used", "pass"),
     ByObject: (Remembered, '["__call__", *self._names]', "[]"),
     ByFile: (Remembered, "self._space(code, vars(module)", "print(code, vars(module)"),

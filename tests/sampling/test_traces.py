@@ -232,7 +232,7 @@ def test_a_run_with_data_that_counts_its_reads_equals_the_plain_loop(what: str) 
 
 def test_without_being_put_back_another_number_is_read() -> None:
     job = job_of(COUNTS["a number"]())
-    with changed(Traces, "put()", "pass"):
+    with changed(Traces, "kept.put_back()", "pass"):
         unrepeatable(job)
     assert not torch.equal(job.data[0][0], ROWS[0])
 

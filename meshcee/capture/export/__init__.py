@@ -8,7 +8,6 @@ from meshcee.capture.export.cuts import find_cuts, named_cuts, positions
 from meshcee.capture.export.flatten import EXAMPLES, Exported, export_module
 from meshcee.capture.export.masks import asked_for_masks, refuse_idle
 from meshcee.capture.export.refusals import explain, faithful, refuse_functions, refuse_modules
-from meshcee.capture.export.remember import Remembered
 from meshcee.capture.export.settings import peers_default, refuse_settings
 from meshcee.capture.export.sizes import sizes_that_vary
 from meshcee.capture.export.unchanged import Unchanged
@@ -18,7 +17,6 @@ from meshcee.capture.export.writes import refuse_overlaps, refuse_shared, settle
 __all__ = [
     "EXAMPLES",
     "Exported",
-    "Remembered",
     "Unchanged",
     "Watch",
     "asked_for_masks",

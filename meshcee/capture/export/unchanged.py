@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshcee.capture.export.remember import Remembered
 from meshcee.errors import UsageError
 from meshcee.files.tensor_files import byte_view
 from meshcee.job import Job
+from meshcee.reach import Remembered
 
 __all__ = ["Unchanged"]
 
@@ -45,7 +45,7 @@ class Unchanged:
             )
 
     def _seen(self) -> Remembered:
-        seen = _WithNumbers(self._model, self._loss)
+        seen = _WithNumbers(self._model, self._loss, keeps=False)
         for name, buffer in self._model.named_buffers():
             if name not in self._written:
                 seen.values[f"the buffer {name!r}"] = _numbers(buffer)
@@ -56,8 +56,8 @@ class _WithNumbers(Remembered):
     def _line(self, code: Any, name: str) -> str:
         return ""  # to look for lines takes longer than all else
 
-    def _tensor(self, place: str, value: torch.Tensor) -> None:
-        self.values[place] = _numbers(value)
+    def _of_tensor(self, tensor: torch.Tensor) -> Any:
+        return _numbers(tensor)
 
 
 def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:

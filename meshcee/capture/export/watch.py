@@ -25,12 +25,12 @@ from torch.utils._pytree import tree_leaves
 
 from meshcee.capture.export.flatten import is_factory
 from meshcee.capture.export.refusals import AFTER_ONE_BATCH, COUNT, GRADIENT_SET
-from meshcee.capture.export.remember import Remembered
 from meshcee.capture.export.writes import is_copy
 from meshcee.capture.graph import Program, canonical, quiet, resolve, without_out
 from meshcee.eager import entries
 from meshcee.errors import CaptureError
 from meshcee.files.tensor_files import byte_view
+from meshcee.reach import Remembered
 from meshcee.user_code import avoided, is_ours, library_of
 
 __all__ = ["Watch", "keeping"]
