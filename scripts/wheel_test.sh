@@ -24,4 +24,4 @@ mkdir "$work/run"
 cp -r tests benchmarks pyproject.toml "$work/run/"
 cd "$work/run"
 # `python -m pytest` so that tests can import their helpers from `tests`.
-env -u PYTHONPATH MESHCEE_WHEEL_TEST=1 "$work/venv/bin/python" -m pytest -q -m smoke -p no:cacheprovider
+env -u PYTHONPATH MESHCEE_WHEEL_TEST=1 "$work/venv/bin/python" -m pytest -q -m smoke -p no:cacheprovider $(grep -rl --include='*.py' "mark\.smoke" tests)

@@ -74,6 +74,7 @@ def test_train_takes_what_mesh_train_and_join_take() -> None:
     assert set(train) == {*options, "job", "on_wait", "join", "on_report"}
 
 
+@pytest.mark.slow
 def test_a_run_of_local_peers_has_a_folder_if_it_is_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
     space: dict[str, Job] = {}

@@ -71,6 +71,7 @@ CASES = {
 }
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("case", CASES)
 def test_an_error_of_the_users_code_names_its_line_and_keeps_its_cause(case: str) -> None:
     changes, message = CASES[case]

@@ -270,6 +270,7 @@ def test_what_is_no_logger_is_refused(name: str, says: str) -> None:
         called([name])
 
 
+@pytest.mark.slow
 def test_a_local_run_logs_and_keeps_a_folder_with_checkpoints(tmp_path: Path) -> None:
     """`train --local` keeps what a run on a mesh keeps."""
     (tmp_path / "job.py").write_text(JOB)

@@ -50,7 +50,7 @@ def test_models_of_every_kind_have_at_least_as_many_blocks_as_layers() -> None:
     assert {model: found[model] for model, layers in MORE_LAYERS.items() if found[model] < layers} == {}
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model", LAYERS)
 def test_costs_cover_every_parameter_once(model: str) -> None:
     found = captured(model)
@@ -93,6 +93,7 @@ def test_each_stage_gets_its_raw_inputs_from_the_owner() -> None:
     assert [v.name for v in program.slice(n - 1, n).raw_inputs] == ["y"]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("model", LAYERS)
 def test_every_slicing_agrees_at_its_cuts(model: str) -> None:
     for program in (captured(model).train, captured(model).evaluate):
@@ -113,6 +114,7 @@ def test_masks_and_shifted_labels_are_redone_from_raw_inputs() -> None:
             assert "x.attention_mask" in [v.name for v in spec.raw_inputs]
 
 
+@pytest.mark.slow
 def test_a_size_that_varies_has_a_usual_value_and_a_limit() -> None:
     [sizes] = [v for v in captured("lengths").train.slice(0, 1).raw_inputs if v.name == "x"]
     usual = max(x.shape[0] for x, _ in zoo.make("lengths").data)  # of the samples that are looked at, the largest
@@ -172,6 +174,7 @@ def test_capture_leaves_the_model_as_it_was(name: str) -> None:
     assert all(torch.equal(t, before[n]) for n, t in job.model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_the_users_own_cuts() -> None:
     found = capture(zoo.make("char_gpt", cuts=("blocks.0", "blocks.2")))
     assert found.train.num_blocks == 3

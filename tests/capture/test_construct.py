@@ -339,6 +339,7 @@ def test_a_checkpoint_is_loaded_as_load_state_dict_does_tied_names_and_types_inc
             assert torch.equal(state[name], entries(plain)[name])
 
 
+@pytest.mark.slow
 def test_what_is_captured_begins_with_the_weights(tmp_path: Path) -> None:
     job = zoo.make("lstm")
     torch.manual_seed(77)

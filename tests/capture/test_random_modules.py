@@ -15,7 +15,7 @@ from meshcee.errors import CaptureError
 from tests.capture.exactness import difference, job_of
 from tests.capture.random_modules import Module, Step, modules
 
-EXAMPLES = int(os.environ.get("MODULES", "25"))
+EXAMPLES = int(os.environ.get("MODULES", "12"))
 
 
 WITHOUT_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # which would take minutes

@@ -18,7 +18,7 @@ REFUSED = [name for name, habit in HABITS.items() if habit.refused]
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")  # of old ways of torch's
 
 
-@pytest.mark.cases(8)
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_habit_is_trained_as_the_plain_loop_trains_it(name: str) -> None:
     found = meshcee.check(job_of(name), stages=(2,), steps=STEPS)

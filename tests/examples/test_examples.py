@@ -39,6 +39,7 @@ async def trained_equal(job: Job, stages: int = 3) -> None:
         assert torch.equal(tensor, expected.state_dict[name]), name
 
 
+@pytest.mark.slow
 async def test_the_subspace_is_what_crosses_a_cut() -> None:
     """Capture finds it by itself: eight numbers a character, where the plain transformer sends 128."""
     example = module_of("subspace")

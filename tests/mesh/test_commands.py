@@ -170,6 +170,7 @@ def test_the_first_interrupt_finishes_the_step_and_saves(mesh: Peers, tmp_path: 
     assert out.exists()
 
 
+@pytest.mark.slow
 def test_the_second_interrupt_aborts_with_130_and_frees_the_peers(mesh: Peers, tmp_path: Path) -> None:
     # A step that takes long: the first Ctrl-C waits for it, the second does not.
     loss = MSE + " + 0 * (out @ torch.ones(1, 4_000_000)).sum()"
@@ -262,6 +263,7 @@ def test_an_emulated_shape_is_a_mesh_like_any_other(tmp_path: Path) -> None:
     assert "edge-rtx-3090-1" in names.values()
 
 
+@pytest.mark.slow
 def test_run_stop_ends_a_run_from_another_terminal(mesh: Peers, tmp_path: Path) -> None:
     with training(mesh, write_job(tmp_path, steps=100_000), cwd=tmp_path) as process:
         with ThreadPoolExecutor() as pool:  # who does not read its reports stops it sooner: the pipe is full
@@ -459,6 +461,7 @@ def _processes_of(home: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if str(home) in " ".join(p.info["cmdline"] or [])]
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_heard_while_a_model_is_captured(mesh: Peers, tmp_path: Path) -> None:
     job = tmp_path / "slow.py"
     job.write_text(

@@ -48,6 +48,7 @@ def found(row: Row) -> Plan:
     return row.found.plan
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(st.integers(min_value=-200, max_value=200))
 def test_every_row_is_a_plan_that_fits_is_priced_by_the_simulator_and_is_what_it_says(seed: int) -> None:

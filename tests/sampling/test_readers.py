@@ -134,6 +134,7 @@ def test_what_a_read_raises_is_told_with_its_sample_step_and_line() -> None:
             readers.take(step, MICRO)
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_is_told_and_not_waited_for() -> None:
     job = job_of(Augmented(deadly=5))
     step = next(s for s in range(job.steps) if 5 in draw(job.seed, 48, 8, s))
@@ -167,6 +168,7 @@ def imports() -> Iterator[None]:
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("imports")
 def test_a_class_of_the_jobs_own_file_is_found_by_every_process(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("OFFSET = 100.0\n")

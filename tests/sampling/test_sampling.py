@@ -106,6 +106,7 @@ def test_threads_do_not_disturb_one_another() -> None:
         assert all(found == expected for found in pool.map(all_steps, range(4)))
 
 
+@pytest.mark.slow
 def test_another_process_reads_the_same() -> None:
     code = "from tests.sampling.test_sampling import DATA, read; print(read(DATA, range(4), 5, 6))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)

@@ -120,6 +120,7 @@ REFUSED: dict[str, Callable[[], Job]] = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("what", REFUSED)
 def test_data_that_depends_on_what_was_read_before_is_refused_each_time(what: str) -> None:
     """Each time: a refusal leaves nothing behind by which the next one would pass."""
@@ -209,6 +210,7 @@ COUNTS: dict[str, Callable[[], Dataset[Any]]] = {
 }
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("what", COUNTS)
 def test_the_first_step_reads_what_a_plain_loop_reads_first(what: str) -> None:
     data = COUNTS[what]()
@@ -220,6 +222,7 @@ def test_the_first_step_reads_what_a_plain_loop_reads_first(what: str) -> None:
     assert all(map(torch.equal, first, (job.data[i][0] for i in (3, 1))))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("what", ["a number", "a list", "torch's Generator"])
 def test_a_run_with_data_that_counts_its_reads_equals_the_plain_loop(what: str) -> None:
     """As long as no peer is lost."""

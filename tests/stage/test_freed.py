@@ -67,6 +67,7 @@ def test_a_stage_that_is_left_frees_what_it_held(name: str, options: dict[str, A
     assert not made_since(before)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["char_gpt", "quantized"])
 def test_a_micro_batch_leaves_no_activations_behind(name: str, uncollected: None) -> None:

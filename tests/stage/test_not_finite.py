@@ -66,6 +66,7 @@ def job_of(place: int, clip_norm: float | None, steps: int = 6) -> Job:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("clip_norm", [None, 1e6])
 @pytest.mark.parametrize("place", [0, 2, 5])

@@ -29,6 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[int, bool]:
     return seen
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 async def test_a_job_that_recomputes_trains_the_same_numbers(asked: dict[int, bool], precision: str) -> None:
     """With dropout, batch norm, a tied weight and clipping: F runs twice, and must see the same masks and buffers."""
@@ -41,6 +42,7 @@ async def test_a_job_that_recomputes_trains_the_same_numbers(asked: dict[int, bo
         assert torch.equal(tensor, expected.state[name]), name
 
 
+@pytest.mark.slow
 async def test_the_plan_may_ask_one_stage_to_recompute(asked: dict[int, bool]) -> None:
     def second_recomputes(plan: Plan) -> Plan:
         pipeline = plan.pipelines[0]

@@ -73,7 +73,7 @@ def assert_equal(chain: Chain, losses: list[list[torch.Tensor]], want: Reference
         assert torch.equal(state[name], tensor), f"{name} differs by {(state[name] - tensor).abs().max()}"
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow), 3, 5])
 @pytest.mark.parametrize("model", zoo.PHASE_ONE)
 def test_a_chain_of_stages_is_the_eager_loop(model: str, stages: int) -> None:
@@ -84,7 +84,7 @@ def test_a_chain_of_stages_is_the_eager_loop(model: str, stages: int) -> None:
     assert_equal(chain, chain.run(job.steps), expected(model, optimizer))
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("order", ["fused", "split", "late"])
 @pytest.mark.parametrize(
     "options", [{"split": False}, {"recompute": True}, {"split": False, "recompute": True}], ids=str
@@ -221,6 +221,7 @@ def test_a_bias_of_positions_in_bf16_wants_a_mask_that_is_always_there() -> None
     assert_equal(chain, chain.run(2), reference(job))
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("model", "kept"),
@@ -239,6 +240,7 @@ def test_what_a_job_keeps_in_full_beside_bf16(model: str, kept: tuple[str, ...])
     assert not all(torch.equal(tensor, rounded.state[name]) for name, tensor in want.state.items())
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("ema", [None, 0.9])
 @pytest.mark.parametrize("kept", [(), ("blocks.*.mlp.?",), ("*",)])
@@ -275,6 +277,7 @@ def test_a_plan_counts_what_weights_gradients_masters_and_moments_take(
     assert counted - frozen == held[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("stages", [1, 3])
 @pytest.mark.parametrize("model", ["lengths", "sizes"])
@@ -618,6 +621,7 @@ SHARED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("order", ["fused", "split", "late"])
 @pytest.mark.parametrize("layer", SHARED)

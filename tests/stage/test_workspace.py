@@ -67,6 +67,7 @@ def test_unfolded_weights_are_a_workspace_and_a_large_one_comes_in_pieces(monkey
     assert meshcee.check(job, steps=2).equal
 
 
+@pytest.mark.slow
 def test_no_cut_parts_the_pieces_of_a_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides would hold all of it."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.scale import STAGES, measure, table
 
 
+@pytest.mark.slow
 def test_ten_peers_find_one_another_elect_hear_and_agree() -> None:
     found = measure([10])
     assert len(table(found)) == 1

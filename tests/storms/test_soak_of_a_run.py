@@ -23,10 +23,11 @@ from tests.rig.virtual_time import quiet, run
 WIDTH = 256  # figures in a sample: a step is fed 8 KiB
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("thawed")
 @pytest.mark.parametrize(
     ("steps", "epochs"),
-    [(2_000, 4), pytest.param(100_000, 50, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])],
+    [(2_000, 4), pytest.param(100_000, 50, marks=pytest.mark.timeout(1800))],
 )
 def test_a_long_run_stays_small_and_keeps_nobody_waiting(tmp_path: Path, steps: int, epochs: int) -> None:
     with quick_planning(), quiet():

@@ -60,6 +60,7 @@ def outcomes(seeds: range, *, augmented: bool = False) -> list[tuple[int, list[s
     return [(r["seed"], r["blows"], r["outcome"]) for r in found if r["outcome"] != "equal"]
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", TOLD)
 def test_storms_of_one_kind(kind: str) -> None:
@@ -68,6 +69,7 @@ def test_storms_of_one_kind(kind: str) -> None:
     assert any(TOLD[kind] in blow for blow in found["blows"]), found
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("moment", AIMS)
 def test_a_blow_is_aimed_at_a_moment(moment: str) -> None:

@@ -202,6 +202,7 @@ def test_an_owner_that_ends_as_it_is_asked_to_stop_is_said(tmp_path: Path, monke
     assert mark_stop(run, os.getpid()), "somebody else may have the right to"
 
 
+@pytest.mark.slow
 async def test_a_page_beside_training_saves_and_stops_its_run(tmp_path: Path) -> None:
     home, said = Home(tmp_path), list[str]()
     async with (

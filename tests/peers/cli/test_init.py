@@ -15,6 +15,7 @@ from peers.cli.main import app
 from peers.cli.session import KINDS, load_job, write_job
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_job_that_was_written_trains_as_in_the_plain_loop(tmp_path: Path, kind: str) -> None:

@@ -99,6 +99,7 @@ async def lost_one(home: Home) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_tells_its_steps_loss_samples_and_epochs(told: dict[str, Any]) -> None:
     after, steps, job = told["after"], told["steps"], told["job"]
     assert isinstance(job, Job)

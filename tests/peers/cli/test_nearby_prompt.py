@@ -105,6 +105,7 @@ def test_a_script_is_asked_nothing_and_its_line_is_not_kept(
     assert told == [(asked, sits)]
 
 
+@pytest.mark.slow
 def test_a_script_does_not_even_load_what_looks_at_a_network() -> None:
     code = "import sys, peers.cli.peer; print(sorted({'zeroconf', 'spake2', 'segno'} & set(sys.modules)))"
     assert (

@@ -151,6 +151,7 @@ def test_a_log_line_spells_out_what_a_terminal_would_obey(capsys: pytest.Capture
     assert "\u202e" not in said
 
 
+@pytest.mark.slow
 def test_the_last_word_of_a_command_is_printable(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("import meshcee\nraise meshcee.MeshceeError('\\x1b[2J' + 'over')\n")
     done = _meshcee("check", str(tmp_path / "job.py"))

@@ -189,6 +189,7 @@ class Owner:
         return Watch(RULE, self.look, lambda _: asyncio.sleep(0.01))
 
 
+@pytest.mark.slow
 async def test_a_peer_that_yields_costs_its_job_no_step_and_comes_back(tmp_path: Path) -> None:
     home, told, said, owner = Home(tmp_path), list[Report](), Said(), Owner()
     async with a_mesh(home, 2) as (here, mesh), asyncio.TaskGroup() as group:

@@ -28,6 +28,7 @@ from tests.rig.chain import Chain, split_blocks
 from tests.rig.mesh_fixture import even_plan, grouped
 
 
+@pytest.mark.slow
 def test_random_numbers_on_unlike_devices_are_refused() -> None:
     captured = capture(zoo.make("char_gpt"))
     plan = even_plan(captured.train.num_blocks, 3, 8, 2)

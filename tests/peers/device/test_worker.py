@@ -117,7 +117,8 @@ RARER = [
 ]
 
 
-@pytest.mark.parametrize("deeds", [FATAL, pytest.param(RARER, marks=pytest.mark.slow)], ids=["common", "rarer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("deeds", [FATAL, RARER], ids=["common", "rarer"])
 async def test_whatever_ends_a_worker_is_a_refusal_and_the_next_graph_passes(deeds: list[tuple[bytes, str]]) -> None:
     data = graph()
     async with workers() as found:
@@ -228,6 +229,7 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_ready_imports_nothing_for_its_first_step() -> None:
     """torch._dynamo, which torch's optimizers import, took a newcomer 0.7 s while a run waited for its stage."""
     found = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, cwd=ROOT, check=True)
@@ -250,6 +252,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_where_other_processes_check_and_compute_a_peer_imports_neither_compiler_nor_algebra() -> None:
     """70 MB and two seconds of a processor for a peer that only forwards."""
     found = subprocess.run([sys.executable, "-c", ELSEWHERE], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -32,6 +32,7 @@ from tests.rig.virtual_time import quiet, run
 pytestmark = pytest.mark.skipif(not PROC.exists(), reason="threads and sockets are counted in /proc")
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ async def test_two_regions_have_a_group_each_and_16_bits_between_them_and_the_st
     assert result.losses != pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_between_regions_that_pack_what_they_send_no_bit_differs() -> None:
     home = {"a0": 0, "a1": 0, "b0": 1, "b1": 1}

@@ -235,6 +235,7 @@ async def test_links_that_are_asked_about_are_measured_with_a_small_share_of_the
     assert sent / bandwidth <= 1.1 * SHARE * watched_s
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_a_link_that_cannot_be_measured_holds_up_neither_the_others_nor_who_asks(
     monkeypatch: pytest.MonkeyPatch,

@@ -227,6 +227,7 @@ async def test_the_guard_steps_back_and_the_neighbours_follow(monkeypatch: pytes
     assert warned == [(stage, target, "int4", "bf16") for stage, target in ("01", "10", "12", "21")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
 async def test_a_loss_that_is_not_finite_still_ends_the_run(codec: str) -> None:
     with pytest.raises(NonFiniteLossError, match=r"step \d, micro-batch 1"):

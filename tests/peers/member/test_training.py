@@ -104,6 +104,7 @@ async def test_a_chain_of_schedules_trains_what_the_plain_loop_does() -> None:
     assert trained.losses != plain(replace(job, schedule=warm), 5, 6).losses
 
 
+@pytest.mark.slow
 async def test_evaluation_between_steps_reports_metrics_and_disturbs_nothing() -> None:
     def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
         return float((output.argmax(-1) == target).float().mean())
@@ -184,6 +185,7 @@ async def test_windows_and_live_caps_hold() -> None:
         assert member.max_in_flight <= stage.window
 
 
+@pytest.mark.slow
 async def test_a_stage_with_room_for_one_micro_batch_trains_between_wide_ones() -> None:
     """Counted by the members; the losses are those of wide windows, as no order of work changes a sum."""
 
@@ -396,6 +398,7 @@ async def test_an_evaluation_may_have_large_outputs() -> None:
     assert trained.reports[-1].metrics["loss"] > 0
 
 
+@pytest.mark.slow
 async def test_an_error_in_the_users_data_or_metric_is_told_as_such() -> None:
     class Broken(Pairs):
         def __getitem__(self, i: int) -> tuple[int, int]:

@@ -90,6 +90,7 @@ class Scans:
         return {"image": torch.randn(3, 2).t(), "age": i}, torch.tensor([i, i])
 
 
+@pytest.mark.slow
 async def test_a_set_in_a_process_gives_the_bits_that_it_gives_here(file: Path) -> None:
     async with opened(f"scans={file}:make") as scans:
         assert scans.samples == 40

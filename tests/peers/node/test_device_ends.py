@@ -191,6 +191,7 @@ def test_torch_takes_no_more_of_a_gpu_than_is_lent(
     assert asked[-1] == (1.0, "cuda:0")
 
 
+@pytest.mark.slow
 async def test_the_last_line_of_a_process_says_why_it_has_ended() -> None:
     """The peer's log has that line. Of an error inside of task groups it was the foot of a frame."""
     async with MemoryNetwork().transport("p0") as transport, DeviceProcess("cpu", Graphs(Limits())) as device:

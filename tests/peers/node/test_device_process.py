@@ -203,12 +203,12 @@ async def test_a_process_signs_the_steps_of_an_audit_with_a_key_that_speaks_for_
     assert len(judged) == 2 * job.steps
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "silent_s", "how"),
     [
         (signal.SIGKILL, 10.0, "was ended by SIGKILL"),
-        pytest.param(signal.SIGSEGV, 10.0, "was ended by SIGSEGV", marks=pytest.mark.slow),
+        (signal.SIGSEGV, 10.0, "was ended by SIGSEGV"),
         (signal.SIGSTOP, 60.0, r"did not answer for [12]\.\d s, and was ended by SIGKILL"),
     ],
 )

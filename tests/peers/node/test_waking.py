@@ -36,6 +36,7 @@ class Log:
         raise structlog.DropEvent
 
 
+@pytest.mark.slow
 def test_a_peer_that_wakes_says_in_a_line_that_its_streams_are_gone(tmp_path: Path) -> None:
     log, slept = Log(), list[tuple[str, float]]()
 

@@ -260,6 +260,7 @@ async def test_plans_are_priced_by_how_long_devices_compute_and_not_by_profiles_
     assert within(played.plans, POOR) >= 0.95
 
 
+@pytest.mark.slow
 async def test_a_plan_that_ran_in_less_than_was_expected_is_gone_back_to() -> None:
     """When the link is nearly what it was, another plan is expected to take 2 % less than the first one, which took 7 % less."""
     first = fresh(1.0)

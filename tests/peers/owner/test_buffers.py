@@ -61,7 +61,8 @@ def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Te
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize("kept", [pytest.param((), marks=pytest.mark.slow), ("InFull",)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kept", [(), ("InFull",)])
 async def test_a_bf16_run_hands_back_what_the_plain_loop_has(
     kept: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,6 +128,7 @@ async def test_a_plateau_lowers_the_rate_as_torchs_own_class_in_a_plain_loop(sta
     assert len(set(rates)) >= 3
 
 
+@pytest.mark.slow
 async def test_a_rate_that_is_changed_from_a_step_on_is_that_of_a_schedule_with_this_step() -> None:
     def lower(run: Control, report: Any) -> None:
         if report.step == 1:

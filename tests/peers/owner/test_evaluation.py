@@ -57,7 +57,8 @@ async def test_predictions_equal_the_eager_model_in_sample_order(stages: int) ->
         assert torch.equal(output, torch.cat(eager(job.model, data, 6)))
 
 
-@pytest.mark.parametrize("stages", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [1, 3])
 async def test_a_trained_state_is_evaluated_as_the_eager_model_would_be(stages: int) -> None:
     job = job_of(metrics={"accuracy": accuracy}, steps=12, schedule=None)
     async with meshcee.join(local=3) as mesh:

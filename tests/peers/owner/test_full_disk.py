@@ -119,6 +119,7 @@ def away(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         check(trained(folder, broken, errno.EIO, kill=True))
 
 
+@pytest.mark.slow
 def test_a_disk_that_cannot_be_read_ends_no_run_whose_state_peers_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

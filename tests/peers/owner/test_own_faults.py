@@ -89,6 +89,7 @@ class Failing:
         monkeypatch.setattr(Executor, "take_actions", struck)
 
 
+@pytest.mark.slow
 def test_an_error_that_one_member_meets_is_its_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it is asked to compute, it fails; it is not asked again."""
     victim: list[str] = []
@@ -140,6 +141,7 @@ class Full(Failing):
         monkeypatch.setattr(Offer, "build", built)
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", [Damaged, Full], ids=["decode", "build"])
 def test_a_member_that_cannot_decode_a_frame_or_build_its_stage_is_lost(

@@ -237,6 +237,7 @@ async def test_two_losses_a_newcomer_and_no_snapshot_yet(tmp_path: Path) -> None
     assert_undisturbed(result, told, home)
 
 
+@pytest.mark.slow
 async def test_the_coordinators_loss_stops_nothing(tmp_path: Path) -> None:
     home, told = Home(tmp_path), []
     async with a_mesh(home, 3) as (here, mesh):
@@ -299,6 +300,7 @@ async def test_a_link_is_planned_with_again_once_a_probe_has_crossed_it() -> Non
         assert c.links()[pair].bandwidth_bytes_per_s > 100 * NEXT_TO_NOTHING
 
 
+@pytest.mark.slow
 async def test_without_enough_peers_the_run_says_how_to_go_on_and_then_does(tmp_path: Path) -> None:
     home, told = Home(tmp_path), []
 
@@ -324,6 +326,7 @@ async def test_without_enough_peers_the_run_says_how_to_go_on_and_then_does(tmp_
     assert_undisturbed(result, told, home)
 
 
+@pytest.mark.slow
 async def test_a_member_that_falls_silent_is_given_up_and_finds_its_epoch_over(tmp_path: Path) -> None:
     """Nothing breaks and nothing comes, as of a process that is stopped; then everything comes, late."""
     home, told = Home(tmp_path), []

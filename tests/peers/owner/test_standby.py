@@ -282,6 +282,7 @@ def test_a_standby_that_alone_cannot_reach_the_owner_leaves_the_run_to_it(tmp_pa
     assert story.chief == list(range(STEPS))
 
 
+@pytest.mark.slow
 def test_of_two_owners_that_both_believe_the_run_theirs_the_members_follow_the_later_one(tmp_path: Path) -> None:
     """The standby hears nothing of an owner that lives, takes over, and the owner cannot go on."""
     steps = 2 * STEPS
@@ -297,6 +298,7 @@ def test_of_two_owners_that_both_believe_the_run_theirs_the_members_follow_the_l
     assert len(story.chief) < steps
 
 
+@pytest.mark.slow
 def test_a_standby_of_a_run_that_ends_by_itself_has_nothing_to_do(tmp_path: Path) -> None:
     story = Story(tmp_path, None)
     with quiet(), quick_planning():

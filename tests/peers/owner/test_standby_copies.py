@@ -93,8 +93,8 @@ def play(story: Fast) -> None:
     assert Event.COPIES_OUT_OF_REACH not in [entry["event"] for entry in logged]
 
 
-@pytest.mark.cases(1)
-@pytest.mark.parametrize("dies_at", [16, 22, pytest.param(25, marks=pytest.mark.slow), 28])
+@pytest.mark.slow
+@pytest.mark.parametrize("dies_at", [16, 22, 25, 28])
 def test_wherever_an_owner_dies_copies_that_its_standby_knows_of_are_there(tmp_path: Path, dies_at: int) -> None:
     play(story := Fast(tmp_path, dies_at))
     assert dies_at - story.began[0] <= 20  # steps: a second

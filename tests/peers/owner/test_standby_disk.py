@@ -55,7 +55,8 @@ class Refused(Story):
                 yield report
 
 
-@pytest.mark.parametrize("error", [errno.ENOSPC, pytest.param(errno.EROFS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS])
 def test_a_standby_outlives_its_disk_and_catches_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:

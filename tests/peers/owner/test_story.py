@@ -32,6 +32,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
     return [loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 async def test_the_story_of_a_run_that_lost_a_member(tmp_path: Path) -> None:
     home, told = Home(tmp_path), list[Report]()
     async with a_mesh(home, 3) as (here, mesh):

@@ -39,6 +39,7 @@ class Gated:
         return float(len(target))
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_who_waits_begins_when_the_owner_before_it_has_died(tmp_path: Path) -> None:
     """It says no last word: its records end, and its members give it up."""

@@ -117,6 +117,7 @@ def test_a_sick_or_dishonest_coordinator_does_not_end_a_run_for_which_the_owner_
         assert any(entry["event"] == Event.PLANNED_HERE for entry in logged)
 
 
+@pytest.mark.slow
 def test_the_running_step_needs_no_coordinator_and_the_next_plan_a_new_one(tmp_path: Path) -> None:
     """The one that dies holds no stage. Then a member dies, and who coordinates now plans from what the members hold."""
     leaders: list[str | None] = []
@@ -144,7 +145,8 @@ def test_the_running_step_needs_no_coordinator_and_the_next_plan_a_new_one(tmp_p
     assert goes_on_with_peers(logged)
 
 
-@pytest.mark.parametrize("with_owner", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("with_owner", [0, 1])
 def test_of_two_halves_that_both_hold_every_stage_the_owners_goes_on(tmp_path: Path, with_owner: int) -> None:
     """Each of two members has its own stage and the other's copy; each half elects, one has the owner's log."""
     apart: list[str] = []
@@ -178,9 +180,8 @@ def test_of_two_halves_that_both_hold_every_stage_the_owners_goes_on(tmp_path: P
     assert goes_on_with_peers(logged)
 
 
-@pytest.mark.parametrize(
-    ("knows_the_term", "changes"), [(True, 1), pytest.param(False, REPLANS + 1, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("knows_the_term", "changes"), [(True, 1), (False, REPLANS + 1)])
 def test_plans_change_more_often_than_coordinators_may_without_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, knows_the_term: bool, changes: int
 ) -> None:

@@ -126,6 +126,7 @@ def test_a_member_that_only_the_owner_cannot_reach(tmp_path: Path) -> None:
         run(story())
 
 
+@pytest.mark.slow
 def test_a_link_between_two_members_delivers_nothing_and_breaks_nothing(tmp_path: Path) -> None:
     """From reading our own: both answer the owner, so it waited for ever.
 

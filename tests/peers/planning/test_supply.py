@@ -156,6 +156,7 @@ async def test_behind_a_thin_uplink_a_plan_takes_what_it_said_and_the_link_is_na
         assert re.match(r"the owner's link to (ann|ben): 1 MB of inputs a step take 1(\.1)? s", report.limit)
 
 
+@pytest.mark.slow
 @virtual_time
 async def test_a_run_goes_over_to_who_is_fed_faster_when_the_owners_uplink_sags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -302,6 +303,7 @@ def but(body: dict[str, Any], by: dict[str, Any]) -> dict[str, Any]:
     return {**body, **inner}
 
 
+@pytest.mark.slow
 def test_each_field_of_a_request_is_checked() -> None:
     times = BlockTimes((0,), (1, 2), (((((1.0, 2.0, 3.0),),) * 2),) * 3, (0.1,))
     costs = JobCosts(

@@ -217,6 +217,7 @@ def job_with_frozen_weights(seed: int) -> Job:
     return made
 
 
+@pytest.mark.slow
 async def test_what_is_not_trained_is_in_the_checkpoint_too(tmp_path: Path) -> None:
     home = Home(tmp_path)
     cut = await crashed(job_with_frozen_weights(1), home)
@@ -250,6 +251,7 @@ async def test_an_evaluation_at_the_boundary_is_told_once(tmp_path: Path) -> Non
     assert [line["step"] for line in cut.reports() if line["metrics"]] == [2, 5, 8]
 
 
+@pytest.mark.slow
 async def test_a_loss_that_differs_when_computed_again_ends_the_run(tmp_path: Path) -> None:
     home = Home(tmp_path)
     cut = await crashed(job_of(), home, captured=captured_job())
@@ -299,6 +301,7 @@ async def test_a_damaged_manifest_hides_neither_its_step_nor_the_other_checkpoin
     assert result.losses == plain(job_of(), STEPS, 6).losses
 
 
+@pytest.mark.slow
 async def test_a_manifest_of_another_step_than_its_folder_says_is_refused(tmp_path: Path) -> None:
     home = Home(tmp_path)
     cut = await crashed(job_of(), home, captured=captured_job(), until=7)
@@ -308,6 +311,7 @@ async def test_a_manifest_of_another_step_than_its_folder_says_is_refused(tmp_pa
         await run(job_of(), home, 2, captured=captured_job(), resume=cut.id)
 
 
+@pytest.mark.slow
 async def test_the_end_of_a_run_keeps_the_weights_whatever_the_cadence(tmp_path: Path) -> None:
     result = await run(job_of(checkpoint_every=0), Home(tmp_path), 2, captured=captured_job())
     newest = CheckpointStore(Home(tmp_path).run("last").checkpoints).complete()[0]

@@ -117,6 +117,7 @@ def test_no_weights_are_made_to_know_those_of_which_there_are_recipes(monkeypatc
     assert not {"0.weight", "1.weight"} & {*made}
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("seeds", [(0, 0), (1, 0), (0, 1)], ids=["the same", "another base", "other adapters"])
 async def test_without_a_checkpoint_a_run_goes_on_with_its_own_first_weights_only(

@@ -124,6 +124,7 @@ async def test_moved_blocks_come_from_the_member_that_had_them_and_no_number_cha
     )
 
 
+@pytest.mark.slow
 async def test_who_dies_with_what_it_hands_over_costs_the_steps_since_the_last_copies(
     tmp_path: Path, moving: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +222,7 @@ async def test_a_disk_that_fills_up_while_a_plan_just_handed_over_to_ends_costs_
     assert [entry["next_step"] - entry["done"] for entry in only(logged, Event.STATE_FOUND)] == [0, 0]
 
 
+@pytest.mark.slow
 async def test_a_user_who_stops_while_plans_change_has_the_weights(
     tmp_path: Path, moving: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +275,7 @@ async def test_a_user_who_stops_where_nobody_had_room_for_the_weights_has_them(
         assert torch.equal(result.state_dict[name], tensor), name
 
 
+@pytest.mark.slow
 async def test_a_state_that_is_to_be_kept_as_plans_change_is_that_state(
     tmp_path: Path, moving: list[Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -356,6 +356,7 @@ def test_copies_of_another_region_are_kept_as_long_as_they_are_needed_whatever_b
 # -- in a run ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("shares", [((6,), (6,), (6,)), ((4, 2), (6,))], ids=["alone", "in a group"])
 async def test_every_stage_has_two_holders(monkeypatch: pytest.MonkeyPatch, shares: Any) -> None:
@@ -448,6 +449,7 @@ def test_where_no_memory_is_left_for_copies_there_are_none(tmp_path: Path) -> No
     assert began_at(logged) == [5]
 
 
+@pytest.mark.slow
 def test_holder_and_keeper_die_at_once_and_the_disk_is_what_is_left(tmp_path: Path) -> None:
     def befall(storm: Storm) -> None:
         victim = only_holder(storm)

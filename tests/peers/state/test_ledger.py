@@ -23,7 +23,8 @@ from tests.rig.virtual_time import quiet, run
 DURABLE, DIES_AT = 4, 6  # between them a copy is complete
 
 
-@pytest.mark.parametrize("bereft", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bereft", [False, True])
 def test_the_next_owner_begins_with_what_peers_hold_or_with_the_disk(tmp_path: Path, bereft: bool) -> None:
     """Bereft: a stage's holder and its keeper have died with the owner."""
     identity, home = Identity.generate(), Home(tmp_path / "home")

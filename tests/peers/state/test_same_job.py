@@ -137,6 +137,7 @@ def test_a_run_of_an_older_version_says_nothing_of_functions() -> None:
     check_same(other, capture(other), older, 4)
 
 
+@pytest.mark.slow
 def test_another_process_finds_the_same_computation() -> None:
     """Whatever order its sets have."""
     code = (

@@ -25,6 +25,7 @@ from tests.rig.virtual_time import quiet, run, virtual_time
 TIMES = Timeouts()
 
 
+@pytest.mark.slow
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_hung_device_is_found_and_left_out(tmp_path: Path, stage: int) -> None:
