@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshcee.errors import UsageError
 from meshcee.files.layout import GRAIN_BYTES, memory_at
 from meshcee.files.tensor_files import Checkpoint
-from meshcee.job import WEIGHS_NOTHING, At, Job, seeded, shares_of
-from meshcee.sampling import collated, source_of
+from meshcee.job import WEIGHS_NOTHING, At, Job, check_is_job, seeded, shares_of
+from meshcee.sampling import collated, look_anew, source_of
 
 __all__ = [
     "HALVES",
@@ -89,6 +89,8 @@ def plain(job: Job, steps: int | None = None, micro_batch: int | None = None) ->
     >>> expected = meshcee.plain(job, micro_batch=result.micro_batch_size)
     >>> assert result.losses == expected.losses
     """
+    check_is_job(job)
+    look_anew(job)
     if isinstance(job.data, At):
         raise UsageError(
             f"the data is at {job.data.where!r}, and the plain loop reads it here: replace(job, data=...) first"

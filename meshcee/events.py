@@ -32,6 +32,13 @@ class Event(StrEnum):
     CODE_WARNS = "the job's code warns"
     DROPOUT_IDLE = "the model is in train mode, and dropout inside of it is off: call model.train() if it is to be on"
     ENDED_EARLY = "EarlyStop has ended this run: raise its patience or leave it out to train on"
+    WEIGHTS_WRITTEN = (
+        "weights of the model were written while the run goes on: peers train weights of their own, and what was written changes "
+        "none of these"
+    )
+    NEVER_EVALUATED = (
+        "the job has metrics, and no evaluation is due unless a callback asks: give it eval_data and eval_every"
+    )
     EVALUATED_ONCE = "evaluations come after the last step alone: give the job eval_every"
     NOT_KEPT = "this state is not kept: members have no room for a copy of it"
     NOTHING_COUNTS = "no label of this step counts, so it trains nothing: look at Job.weight and at how samples are cut"

@@ -24,7 +24,7 @@ from meshcee.errors import UsageError
 from meshcee.figures import MIXES
 from meshcee.optim import Optimizer, Schedule, plain_number
 
-__all__ = ["WEIGHS_NOTHING", "At", "Job", "seed_of", "seeded", "shares_of"]
+__all__ = ["WEIGHS_NOTHING", "At", "Job", "check_is_job", "seed_of", "seeded", "shares_of"]
 
 WEIGHS_NOTHING = (
     "This micro-batch weighs 0, as all of its targets are ignored, and a mean over none is no number: have the loss divide by "
@@ -65,6 +65,12 @@ class At:
     name: str
     like: Any
     samples: int
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.where, str) and isinstance(self.name, str)):
+            raise UsageError(f"At({self.where!r:.40}, {self.name!r:.40}): where the data is and its name are texts")
+        if type(self.samples) is not int or self.samples < 1:
+            raise UsageError(f"At(samples={self.samples!r:.40}): how many samples the set has, as samples=4000")
 
     def __len__(self) -> int:
         return self.samples
@@ -342,6 +348,12 @@ def shares_of(weights: Sequence[float]) -> list[float]:
     """What each of these counts for in their whole, which is added in order. Where all are 0 there is no whole, and none counts."""
     whole = reduce(add, weights, 0.0)
     return [weight / whole if whole or weight else 0.0 for weight in weights]
+
+
+def check_is_job(job: Any) -> None:
+    """UsageError for anything else, as a model or the name of a file."""
+    if not isinstance(job, Job):
+        raise UsageError(f"a run is told of by meshcee.Job(model=..., loss=..., data=...); got {type(job).__name__}")
 
 
 def seed_of(seed: int, step: int, micro: int) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from meshcee.callbacks import called
 from meshcee.errors import UsageError, unwrap
-from meshcee.job import Job
+from meshcee.job import Job, check_is_job
 from meshcee.user_code import refuse_in_reader
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ async def join(
         address = read_token(address)
     if (address is None) == (local is None):
         raise UsageError("give the token or address of a mesh, or local=N for N peers in this process")
+    _check_count(local)
     options = JoinOptions(token=address, local=local, compute=compute, device=device, measures=measures)
     own: BaseException | None = None
     try:
@@ -117,6 +118,8 @@ def train(
     from meshcee.capture import capture  # here, as Ctrl-C would not be heard before its end in a loop.
 
     refuse_in_reader()
+    check_is_job(job)
+    _check_count(local)
     callbacks = called(callbacks)
     keep = keeps or keep_best is not None or any(getattr(one, "needs_folder", False) for one in callbacks)
     if join is not None or resume is not None:
@@ -126,6 +129,13 @@ def train(
 
         join = read_token(join)
         look_for(join, Home() if join or keep else None, resume)
+    from peers.node.early import check_told
+
+    check_told(stages, plan)
+    if keep_best is not None or early_stop is not None:
+        from meshcee.callbacks.rules import rules
+
+        rules(keep_best, early_stop, job.metrics)
     found = captured or capture(job)
 
     async def main() -> Result:
@@ -156,6 +166,11 @@ def train(
 
 
 _joined = join
+
+
+def _check_count(local: Any) -> None:
+    if local is not None and (type(local) is not int or local < 1):
+        raise UsageError(f"local={local!r:.40}: how many peers this process shall have, as local=2")
 
 
 def run_blocking(main: Callable[[], Coroutine[Any, Any, T]]) -> T:

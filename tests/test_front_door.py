@@ -197,6 +197,11 @@ def test_every_dotted_name_of_the_documents_is_there_after_one_import() -> None:
     assert done.returncode == 0, done.stderr
 
 
+class Foreign(meshcee.Callback):
+    def on_step_end(self) -> None:
+        raise AssertionError("nobody calls it")
+
+
 UNGUARDED = """
 import torch, meshcee
 
@@ -227,12 +232,28 @@ def test_a_script_without_a_guard_that_reads_in_other_processes_is_told_what_to_
 @pytest.mark.parametrize(
     ("told", "says"),
     [
-        ({"device": "cuda:99"}, r"device 'cuda:99' is not usable here: .*try --device cpu"),
-        ({"device": "gpu"}, r"device 'gpu' is not usable here: .*try --device cpu"),
+        ({"device": "cuda:99"}, r"device 'cuda:99' is not usable here: .*so try cpu"),
+        ({"device": "gpu"}, r"device 'gpu' is not usable here; a device is auto, cpu, cuda:N or mps, so try cpu"),
+        ({"local": "2"}, "local='2': how many peers"),
+        ({"local": -1}, "local=-1: how many peers"),
+        ({"stages": "2"}, "stages='2': how many stages"),
+        ({"plan": "plan.json"}, "plan is a meshcee Plan, .* not a str: of a file write"),
+        ({"early_stop": "loss"}, "patience='loss': a number of evaluations"),
+        ({"keep_best": True}, r"KeepBest\(True\): the metric is a text"),
+        (
+            {"callbacks": [Foreign()]},
+            "Foreign.on_step_end is no event of a run, so nobody calls it: the events are on_begin, ",
+        ),
         ({"callbacks": meshcee.EarlyStop()}, r"callbacks is a list: callbacks=\[meshcee\.EarlyStop\(\)\]"),
         ({"callbacks": [lambda report: None]}, r"callbacks is called with \(run, report\): too many positional"),
     ],
 )
 def test_what_train_is_told_wrong_is_one_sentence(told: dict[str, Any], says: str) -> None:
     with pytest.raises(MeshceeError, match=says):
-        meshcee.train(make_job(), local=1, **told)
+        meshcee.train(make_job(), **{"local": 1, **told})
+
+
+@pytest.mark.parametrize("call", [meshcee.train, meshcee.plain, meshcee.check, meshcee.capture])
+def test_what_is_no_job_is_told_so(call: Any) -> None:
+    with pytest.raises(UsageError, match=r"meshcee\.Job\(model=\.\.\., loss=\.\.\., data=\.\.\.\); got str"):
+        call("job.py", **({"local": 1} if call is meshcee.train else {}))

@@ -11,6 +11,7 @@ import math
 import threading
 from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 from meshcee.errors import UsageError
@@ -94,13 +95,13 @@ class Control:
         A rate that is below `least` already stays, where `times` is below 1. Returns the step. Changes add up, in the order of
         their steps.
         """
-        if not (0 < times < math.inf and 0 <= least < math.inf):
+        if not (isinstance(times, Real) and isinstance(least, Real) and 0 < times < math.inf and 0 <= least < math.inf):
             raise UsageError(f"scale_lr({times!r:.40}, least={least!r:.40}): a positive factor, and a rate")
         return self._change(step, times, least)
 
     def set_lr(self, lr: float, *, step: int | None = None) -> int:
         """Give every group this rate, whatever the schedule says, from this step or the next that begins. Returns the step."""
-        if not 0 <= lr < math.inf:
+        if not (isinstance(lr, Real) and 0 <= lr < math.inf):
             raise UsageError(f"set_lr({lr!r:.40}): a rate is a number, and not negative")
         return self._change(step, 0.0, lr)
 

@@ -41,7 +41,7 @@ class Listeners:
 
         def call() -> None:
             for one in heard:
-                with calling(f"{type(one).__name__}.{name}"):
+                with calling(one.of_function if isinstance(one, _Each) else f"{type(one).__name__}.{name}"):
                     getattr(one, name)(self._control, *what)
 
         return call if heard else None
@@ -93,9 +93,20 @@ class _Each(Callback):
 
     def __init__(self, call: Callable[[Control, Any], object]) -> None:
         self._call = call
+        self.of_function = f"the callback {getattr(call, '__name__', type(call).__name__)}"
 
     def on_step(self, run: Control, report: Any) -> None:
         self._call(run, report)
+
+
+def _check_events(kind: type[Callback]) -> None:
+    """UsageError for a method that nobody would ever call, as another library's event."""
+    events = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(kind):
+        if name.startswith("on_") and name not in events and callable(getattr(kind, name)):
+            raise UsageError(
+                f"{kind.__name__}.{name} is no event of a run, so nobody calls it: the events are {', '.join(events)}"
+            )
 
 
 def called(callbacks: Any) -> tuple[Callback, ...]:
@@ -105,6 +116,7 @@ def called(callbacks: Any) -> tuple[Callback, ...]:
     found = []
     for one in callbacks:
         if isinstance(one, Callback):
+            _check_events(type(one))
             if one.waits not in ("steps", "evaluations", "never"):
                 raise UsageError(
                     f"{type(one).__name__}.waits is 'steps', 'evaluations' or 'never', not {one.waits!r:.40}"

@@ -30,6 +30,8 @@ class _OnMetric(Callback, ABC):
     """`_hear` gets one value an evaluation, in order, NaN for an infinite one; after `_restart` they come from the first on."""
 
     def __init__(self, metric: str, mode: str) -> None:
+        if not isinstance(metric, str):
+            raise UsageError(f"{type(self).__name__}({metric!r:.40}): the metric is a text, as 'loss'")
         if mode not in ("min", "max"):
             raise UsageError(f"mode is 'min' or 'max', not {mode!r:.40}")
         self.metric, self.mode = metric, mode
@@ -123,8 +125,8 @@ class EarlyStop(_Best):
 
     def __init__(self, metric: str = "loss", *, patience: int = 3, mode: str = "min", min_delta: float = 0.0) -> None:
         super().__init__(metric, mode, min_delta)
-        if patience < 1:
-            raise UsageError("patience is a number of evaluations, at least 1")
+        if type(patience) is not int or patience < 1:
+            raise UsageError(f"patience={patience!r:.40}: a number of evaluations, at least 1")
         self.patience = patience
 
     def _restart(self) -> None:

@@ -54,10 +54,10 @@ from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
 from meshcee.events import Event
 from meshcee.figures import BlockCost
 from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
-from meshcee.job import Job
+from meshcee.job import Job, check_is_job
 from meshcee.reach import Remembered
 from meshcee.sampling import data as data_rules
-from meshcee.sampling import generators_put_back, inputs_of_one, leaving_nothing, probes
+from meshcee.sampling import generators_put_back, inputs_of_one, leaving_nothing, look_anew, probes
 
 __all__ = ["Capture", "capture", "watch_sizes"]
 
@@ -248,8 +248,8 @@ def _constructed(job: Job) -> tuple[nn.Module, Any]:
 @generators_put_back()  # forward may seed or draw, and so may the function that builds the model
 def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
     """Export, cut and price the job's model. `evaluate` asks for the evaluation program too (default: if eval_data)."""
-    if not isinstance(job, Job):
-        raise UsageError(f"a run is told of by meshcee.Job(model=..., loss=..., data=...); got {type(job).__name__}")
+    check_is_job(job)
+    look_anew(job)
     refuse_settings(job.optimizer)
     job.optimizer.build({})  # or torch refuses an option once all else is done
     try:

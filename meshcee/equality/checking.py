@@ -18,7 +18,7 @@ from meshcee.eager import plain_steps
 from meshcee.equality.net import examine
 from meshcee.equality.watch import digest
 from meshcee.errors import UnequalError, UsageError
-from meshcee.job import Job
+from meshcee.job import Job, check_is_job
 from meshcee.sampling import leaving_nothing, unrepeatable
 from meshcee.stage import Chain, split_blocks
 
@@ -55,7 +55,7 @@ class _Step:
 
 def check(
     job: Job,
-    stages: Sequence[int] = STAGES,
+    stages: Sequence[int] | int = STAGES,
     steps: int | None = None,
     *,
     captured: Capture | None = None,
@@ -66,6 +66,8 @@ def check(
 
     Raises CaptureError where the model cannot be captured at all.
     """
+    check_is_job(job)
+    stages = (stages,) if isinstance(stages, int) else stages
     steps = min(STEPS if steps is None else steps, job.steps)
     if steps < 1 or not stages or min(stages) < 1:
         raise UsageError("check at least one step, on at least one stage")

@@ -107,12 +107,15 @@ class QuantizedEmbedding(_Packed, nn.Embedding):  # type: ignore[override]
         return f"{super().extra_repr()}, bits={self.bits}"
 
 
-def quantize_frozen(model: M, bits: int = 4, *, double: bool = False, skip: Sequence[str] = ("*lm_head",)) -> M:
+USUAL = ("*lm_head",)
+
+
+def quantize_frozen(model: M, bits: int = 4, *, double: bool = False, skip: Sequence[str] = USUAL) -> M:
     """Replace the frozen weights of the model's Linear and Embedding modules by `bits` bits a number; returns the model.
 
     bits    4 (NF4) or 8 (integers), by blocks of 64 numbers with a scale each
     double  the scales of Linear modules in 8 bits as well: 4.13 bits a number in place of 4.5
-    skip    patterns of names of modules that stay as they are
+    skip    patterns of names of modules that stay as they are, in place of the usual one, with and without PEFT's prefix
 
     What is trained stays, and so do a weight that several modules share and an Embedding whose rows are no whole blocks. Adapters
     of PEFT stay too: they are frozen when they are loaded to be used. Call it after `get_peft_model`, or after
@@ -121,6 +124,16 @@ def quantize_frozen(model: M, bits: int = 4, *, double: bool = False, skip: Sequ
     """
     if bits not in (4, 8):
         raise UsageError(f"bits must be 4 or 8, got {bits!r}")
+    if isinstance(skip, str) or not isinstance(skip, Sequence):
+        raise UsageError('skip is a list of patterns: skip=["*lm_head"], or [] to keep no module as it is')
+    names = {name: (name, name.removeprefix("base_model.model.")) for name, _ in model.named_modules()}
+    for pattern in skip if skip is not USUAL else ():
+        if not any(fnmatch.filter(both, pattern) for both in names.values()):
+            raise UsageError(
+                f"skip: no module of the model has a name like {pattern!r}: write a pattern such as '*lm_head'"
+            )
+    if any(isinstance(module, _Packed) for module in model.modules()):
+        raise UsageError("the model's frozen weights are in few bits already: call quantize_frozen once")
     adapters = tuple(
         f"{name}.{own}." for name, module in model.named_modules() for own in getattr(module, "adapter_layer_names", ())
     )
@@ -129,7 +142,7 @@ def quantize_frozen(model: M, bits: int = 4, *, double: bool = False, skip: Sequ
     found = 0
     for name, module in list(model.named_modules()):
         kind = _KINDS.get(type(module))
-        if kind is None or name.startswith(adapters) or any(fnmatch.fnmatchcase(name, pattern) for pattern in skip):
+        if kind is None or name.startswith(adapters) or any(fnmatch.filter(names[name], pattern) for pattern in skip):
             continue
         weight = module.weight
         if weight.requires_grad or uses[id(weight)] > 1 or not weight.is_floating_point() or not _fits(module):

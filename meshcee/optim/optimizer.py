@@ -155,12 +155,17 @@ class Optimizer:
 
     def _built(self, kind: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """Of one class. A group that is named for another class has its own options only."""
+        known = [*inspect.signature(_class(kind)).parameters][1:]
+        for unknown in {key: None for group in groups for key in group if key not in ("params", *known)}:
+            raise UsageError(  # torch keeps such a key, and nothing reads it
+                f"optimizer {kind}: a group has {unknown!r}, which is no option of {kind}; its options are {', '.join(known)}"
+            )
         try:
             built: torch.optim.Optimizer = _class(kind)(groups, **(self.options if kind == self.name else {}))
         except (TypeError, ValueError) as error:
             more = ""
             if "unexpected keyword" in str(error):
-                more = f"; its options are {', '.join([*inspect.signature(_class(kind)).parameters][1:])}"
+                more = f"; its options are {', '.join(known)}"
             raise UsageError(f"optimizer {kind}: {error}{more}") from error
         return built
 

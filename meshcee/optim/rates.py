@@ -5,8 +5,10 @@ The idea: the owner steps it, once a step, and tells members the options of each
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -30,18 +32,27 @@ class Schedule:
     """
 
     def __init__(self, name: str, **options: Any) -> None:
+        if not isinstance(name, str):
+            given = getattr(name, "__name__", type(name).__name__)
+            raise UsageError(f'a schedule is named: Schedule("{given}", ...), and not the class or object itself')
         if name == "ReduceLROnPlateau":
             raise UsageError(
                 "'ReduceLROnPlateau' follows evaluations: train(..., callbacks=[meshcee.ReduceOnPlateau(...)])"
             )
         if not (name in WARMUPS or hasattr(torch.optim.lr_scheduler, name)):
-            ours = ", ".join(WARMUPS)
-            raise UsageError(f"schedule {name!r} is not a step-driven class of torch.optim.lr_scheduler, nor {ours}")
-        if name in WARMUPS and set(options) != WARMUPS[name][1]:
-            raise UsageError(f"schedule {name!r} takes {' and '.join(sorted(WARMUPS[name][1]))}, each a count of steps")
+            ours, known = ", ".join(WARMUPS), [*WARMUPS, *torch.optim.lr_scheduler.__all__]
+            meant = "".join(f"; did you mean {one!r}?" for one in difflib.get_close_matches(name, known, 1))
+            raise UsageError(
+                f"schedule {name!r} is not a step-driven class of torch.optim.lr_scheduler, nor {ours}{meant}"
+            )
+        _check_options(name, options)
         for key, value in options.items() if name in WARMUPS else ():
             if type(plain_number(value)) is not int or value < 0:
                 raise UsageError(f"schedule {name!r}: {key}={value!r:.40} is no whole number of steps: say {key}=30")
+        if name in WARMUPS and options["warmup"] > options.get("steps", math.inf):
+            raise UsageError(
+                f"schedule {name!r}: warmup={options['warmup']} is longer than all its steps={options['steps']}"
+            )
         chained = options.get("schedulers", ())
         if not isinstance(chained, list | tuple) or not all(isinstance(part, Schedule) for part in chained):
             raise UsageError(f"schedule {name!r}: `schedulers` is a list of meshcee.Schedule(...)")
@@ -71,6 +82,21 @@ class Schedule:
         with calling(f"torch.optim.lr_scheduler.{self.name}"):
             built: torch.optim.lr_scheduler.LRScheduler = kind(optimizer=optimizer, **options)
         return built
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    """UsageError for what is missing, and for what the schedule does not have."""
+    if name in WARMUPS:
+        known = needed = sorted(WARMUPS[name][1])
+    else:
+        of_class = inspect.signature(getattr(torch.optim.lr_scheduler, name)).parameters
+        known = [key for key in of_class if key != "optimizer"]
+        needed = [key for key in known if of_class[key].default is inspect.Parameter.empty]
+    wrong = [f"has no {key!r}" for key in options if key not in known]
+    wrong += [f"needs {key!r}" for key in needed if key not in options]
+    if wrong:
+        counts = ", counts of steps" if name in WARMUPS else ""
+        raise UsageError(f"schedule {name!r} {wrong[0]}: its options are {', '.join(known)}{counts}")
 
 
 def _constant(step: int, warmup: int) -> float:

@@ -8,7 +8,7 @@ from meshcee.sampling.again import FED, repeats, unrepeatable
 from meshcee.sampling.data import batch_of, batched, call_model, inputs_of, rebuild, stack
 from meshcee.sampling.hyper import HyperSchedule, scheduled
 from meshcee.sampling.order import GENERATORS, NO_STEP, collated, draw, generators_put_back, read
-from meshcee.sampling.source import Source, indices_of, inputs_of_one, order_digest, probes, source_of
+from meshcee.sampling.source import Source, indices_of, inputs_of_one, look_anew, order_digest, probes, source_of
 from meshcee.sampling.traces import leaving_nothing
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "inputs_of",
     "inputs_of_one",
     "leaving_nothing",
+    "look_anew",
     "order_digest",
     "probes",
     "read",

@@ -17,9 +17,11 @@ import torch
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.files.tensor_files import byte_view, flat_bytes
 from meshcee.job import At, Job
+from meshcee.sampling.data import batched, inputs_of
 from meshcee.sampling.order import NO_STEP, drawn, read
 from meshcee.sampling.source import inputs_of_one
 from meshcee.sampling.traces import Traces, leaving_nothing
+from meshcee.user_code import as_number, calling
 
 __all__ = ["FED", "MOST_BYTES", "alike", "check_samples", "repeats", "sample_digests", "unrepeatable"]
 
@@ -30,6 +32,7 @@ MOST_BYTES = 4 << 30
 LOOKED_AT = 16  # samples that are read twice
 AT_LEAST = 4  # of them, when they take longer than
 LOOK_S = 1.0
+COLLATE, WEIGHT = "Job.collate", "Job.weight"
 
 Raw = Mapping[str, torch.Tensor]  # inputs of one micro-batch by name
 
@@ -126,23 +129,43 @@ class _Drawing:
 
 
 def sample_digests(job: Job) -> dict[str, str]:
-    """Of a few of these samples by index, for who compares two runs; none of a stream, or of data elsewhere."""
+    """Of a few of these samples by index, of a micro-batch of them (COLLATE), and what Job.weight says of it (WEIGHT), for who
+    compares two runs; none of a stream, or of data elsewhere."""
     if job.streams or isinstance(job.data, At):
         return {}
-    found = {}
+    indices = sorted({k * len(job.data) // LOOKED_AT for k in (0, LOOKED_AT // 2, LOOKED_AT - 1)})
     with leaving_nothing(job):
-        for i in sorted({k * len(job.data) // LOOKED_AT for k in (0, LOOKED_AT // 2, LOOKED_AT - 1)}):
-            digest = hashlib.sha256()
-            for name, tensor in sorted(_sample(job, i).items()):
-                digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-                digest.update(byte_view(tensor.cpu()))
-            found[str(i)] = digest.hexdigest()
+        found = {str(i): _digest(_sample(job, i)) for i in indices}
+        if job.collate or job.weight:
+            samples = read(job.data, indices[: job.batch_size], job.seed)
+            try:
+                batch = batched(samples, job.seed, collate=job.collate)
+            except UsageError:  # no micro-batch has these side by side
+                batch = batched(samples[:1], job.seed, collate=job.collate)
+            found[COLLATE] = _digest(inputs_of(batch))
+            if job.weight:
+                with calling("Job.weight"):
+                    found[WEIGHT] = repr(as_number("Job.weight", job.weight(batch[1])))
     return found
+
+
+def _digest(inputs: Raw) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(inputs.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(byte_view(tensor.cpu()))
+    return digest.hexdigest()
 
 
 def check_samples(own: Mapping[str, str], run: Mapping[str, str]) -> None:
     """UsageError where a run had other samples. It has no digests if it is older, or its data did not repeat: then it passes."""
-    if other := next((i for i, digest in own.items() if run.get(i, digest) != digest), None):
+    other = next((i for i, digest in own.items() if run.get(i, digest) != digest), None)
+    if other in (COLLATE, WEIGHT):
+        raise UsageError(
+            f"the run was made with another {other}, which gives something else for the same samples here: resume it with the job "
+            "that it was started with, or start a new run"
+        )
+    if other is not None:
         raise UsageError(
             f"the run was made with other samples: data[{other}] is another one here; give the same data, seeded if it is "
             "drawn, and computed by the same kind of processor and number of threads, or start a new run"

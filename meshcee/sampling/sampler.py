@@ -21,7 +21,7 @@ from meshcee.job import Job
 from meshcee.sampling.order import Same, generators_put_back, seed_generators
 from meshcee.user_code import calling
 
-__all__ = ["check_repeats", "digest_of", "sampled"]
+__all__ = ["check_repeats", "digest_of", "forget_orders", "sampled"]
 
 MOST_TIMES = 64  # that each sample is drawn in a data epoch, on average
 AT_LEAST = 1 << 24  # samples in a data epoch are not too many, however small the data
@@ -59,6 +59,11 @@ def check_repeats(job: Job) -> None:
         )
     second = len(first) // job.batch_size  # the step that it begins with
     sampled(job.sampler, job.seed, len(job.data), job.batch_size, min(second, job.steps - 1))
+
+
+def forget_orders() -> None:
+    """A sampler is asked again: it may have changed since an earlier job had it."""
+    _order.cache_clear()
 
 
 @functools.lru_cache(maxsize=3)  # the first data epoch's, this one's, and the one's of who looks back

@@ -16,7 +16,7 @@ from meshcee.job import Job
 from meshcee.sampling.data import batch_of, batched, inputs_of
 from meshcee.sampling.order import draw, read
 
-__all__ = ["Source", "indices_of", "inputs_of_one", "order_digest", "probes", "source_of"]
+__all__ = ["Source", "indices_of", "inputs_of_one", "look_anew", "order_digest", "probes", "source_of"]
 
 
 class Source(Protocol):
@@ -41,6 +41,18 @@ def source_of(job: Job) -> Source:
 
         return Stream(job)
     return _Numbered(job)
+
+
+def look_anew(job: Job) -> None:
+    """At the beginning of a job: what was remembered of its sampler or stream was an earlier job's."""
+    if job.sampler is not None:
+        from meshcee.sampling.sampler import forget_orders
+
+        forget_orders()
+    if job.streams:
+        from meshcee.sampling.stream import forget_first
+
+        forget_first()
 
 
 class _Numbered:

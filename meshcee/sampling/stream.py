@@ -33,7 +33,7 @@ from meshcee.sampling.order import Same, generators_put_back, seed_generators
 from meshcee.sampling.threads import watched
 from meshcee.user_code import calling
 
-__all__ = ["OTHERS", "READ_AGAIN", "UNUSED", "Stream", "first_of", "read_first"]
+__all__ = ["OTHERS", "READ_AGAIN", "UNUSED", "Stream", "first_of", "forget_first", "read_first"]
 
 log = structlog.get_logger()
 
@@ -338,6 +338,11 @@ def _read(samples: Iterator[Any], seed: int, begin: int = 0) -> Iterator[tuple[A
 def first_of(job: Job) -> First:
     """The same, read once a job: looking at samples must not disturb who reads them."""
     return _first_of(Same(job.data), job.seed)
+
+
+def forget_first() -> None:
+    """A stream is looked at again: it may have changed since an earlier job had it."""
+    _first_of.cache_clear()
 
 
 @functools.lru_cache(maxsize=MOST_SETS)

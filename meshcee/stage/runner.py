@@ -11,8 +11,7 @@ buffers that F writes are the step's own until `apply`, and `rollback` forgets t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,15 +21,14 @@ from meshcee.capture.graph import StageSpec, Value, moved, unfolded
 from meshcee.errors import ProtocolError
 from meshcee.files.layout import copied
 from meshcee.optim import Optimizer
-from meshcee.sampling import GENERATORS
 from meshcee.stage.deferred import Deferral, Tape, Template
+from meshcee.stage.draws import Draws, Rng
 from meshcee.stage.statistics import BatchStatistics
 from meshcee.stage.weights import Weights
 
 __all__ = ["Rng", "StageRunner", "clip_coefficient", "global_norm"]
 
 Boundary = torch.Tensor | int
-Rng = int | torch.Tensor | None  # a seed not yet used, the generator's state, or no randomness at all
 
 
 def global_norm(norms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -114,11 +112,13 @@ class StageRunner:
         instead = self.statistics.calls
         self._deferral = Deferral(train, self.device, frozenset(draws), instead)
         draws |= {number: Template(node, instead[number]).run for number, node in train.nodes if number in instead}
+        self._draws = Draws(self.device)
+        draws |= self._draws.calls(train.nodes, draws)
         self._run = train.build(self.device, draws)
         self._run_split = train.build(self.device, draws | self._deferral.calls) if self._deferral.calls else self._run
         if remade is not None:
             self._run, self._run_split = remade.around(self._run), remade.around(self._run_split)
-        self._run_eval = evaluate.build(self.device) if evaluate else None
+        self._run_eval = evaluate.build(self.device, self._draws.calls(evaluate.nodes, {})) if evaluate else None
         self._micros: dict[int, _Micro] = {}
         self._next = {"F": 0, "B": 0, "W": 0}
         self.terms: dict[str, list[torch.Tensor]] = {}  # gradients of earlier micro-batches, by name: see `keep_terms`
@@ -316,7 +316,7 @@ class StageRunner:
             raise ProtocolError("this stage was built without an evaluation program")
         own = self._fed(spec, raw)
         given = [self._arrived(v, t) for v, t in zip(spec.received, received, strict=True)]
-        with torch.no_grad(), self._generator(spec, rng) as after:
+        with torch.no_grad(), self._draws.seeded(rng, spec) as after:
             results = run(
                 *own,
                 *given,
@@ -387,7 +387,7 @@ class StageRunner:
         written = {name: copied(t) for name, t in buffers.items()}  # a later F must not disturb this one's graph
         self.statistics.begin()
         tape = self._deferral.tape = Tape() if split else None
-        with torch.enable_grad(), self._generator(self.spec, rng) as after:
+        with torch.enable_grad(), self._draws.seeded(rng, self.spec) as after:
             results = (self._run_split if split else self._run)(
                 *raw,
                 *leaves,
@@ -459,25 +459,6 @@ class StageRunner:
             grad = next(ready, None) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else None
             out.append(None if grad is None else value.to_wire(grad))
         return out
-
-    @contextlib.contextmanager
-    def _generator(self, spec: StageSpec, rng: Rng) -> Iterator[list[Rng]]:
-        """The micro-batch's generator around a forward that draws; the state after it is left in the yielded list."""
-        after: list[Rng] = [rng]
-        if not spec.uses_random or rng is None:
-            yield after
-            return
-        with GENERATORS:  # of several peers in one process, and of the owner's samples
-            # Only this device's generator: torch.manual_seed visits every backend, which takes half a millisecond.
-            generator = torch.default_generator
-            if self.device.type == "cuda":
-                generator = torch.cuda.default_generators[self.device.index or 0]
-            if isinstance(rng, int):
-                generator.manual_seed(rng)
-            else:
-                generator.set_state(rng.cpu())
-            yield after
-            after[0] = generator.get_state()
 
 
 def _check(name: str, given: torch.Tensor, like: torch.Tensor) -> None:

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dht import Token
 from meshcee.errors import UsageError
 from meshcee.files import Home
+from meshcee.plan import Plan
 from peers.state import CheckpointStore
 
-__all__ = ["look_for"]
+__all__ = ["check_told", "look_for"]
+
+
+def check_told(stages: Any, plan: Any) -> None:
+    """UsageError for what cannot say how the stages are to be."""
+    if stages is not None and (type(stages) is not int or stages < 1):
+        raise UsageError(f"stages={stages!r:.40}: how many stages the plan shall have, as stages=2")
+    if not isinstance(plan, Plan | None):
+        raise UsageError(
+            f"plan is a meshcee Plan, as result.plan, and not a {type(plan).__name__}: of a file write "
+            "Plan.from_json(json.loads(open(FILE).read())), with `from meshcee.plan import Plan`"
+        )
 
 
 def look_for(token: str | None, home: Home | None, resume: str | None) -> None:

@@ -21,10 +21,11 @@ from meshcee.errors import MeshceeError, StaleTermError, UsageError
 from meshcee.fields import read
 from meshcee.files import Home
 from meshcee.files.home import About
-from meshcee.job import Job
+from meshcee.job import Job, check_is_job
 from meshcee.plan import Epoch, Plan
 from meshcee.sampling.again import check_samples, sample_digests, unrepeatable
 from peers.node.agent import Agent
+from peers.node.early import check_told
 from peers.owner import EvaluationFeed, Predictions, Report, Result, Training, Wanted, next_incarnation, own, with_state
 from peers.planning import Planned, ask_plan, given_plan, question
 from peers.state import check_same, check_weights, first_weights
@@ -209,6 +210,8 @@ class Mesh:
         patience in evaluations.
         Raises the cause of a failure; leaving the loop early aborts the job.
         """
+        check_is_job(job)
+        check_told(stages, plan)
         self.agent.members.check_own("own", "offers no jobs")
         if codec is not None:
             job = replace(job, codec=codec)

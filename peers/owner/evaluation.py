@@ -140,6 +140,10 @@ def with_state(captured: Capture, state: Mapping[str, torch.Tensor] | None) -> C
     """The same graphs over these weights, as a `state_dict` names them; None keeps those of the model."""
     if state is None:
         return captured
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"state is a state_dict, as result.state_dict or model.state_dict(); got {type(state).__name__}"
+        )
     found: dict[str, torch.Tensor] = {}
     for name in captured.persistent:
         if name not in state:

@@ -37,7 +37,7 @@ from meshcee.sampling import (
     rebuild,
     source_of,
 )
-from meshcee.user_code import calling, under_way
+from meshcee.user_code import as_number, calling, under_way
 from peers.wire import Round
 
 if TYPE_CHECKING:
@@ -89,6 +89,8 @@ class Steering:
         HyperSchedule(self._job.optimizer, self._job.schedule).check(self._job.steps)
         if (call := self.listeners.event("on_begin")) is not None:
             call()
+        if self._job.metrics and not self._job.eval_every:
+            log.warning(Event.NEVER_EVALUATED, metrics=sorted(self._job.metrics))
 
     def begin(self, captured: Capture) -> None:
         """Before the first step: what runs between steps may not change what the model and the loss compute with any more."""
@@ -324,7 +326,7 @@ class Feed:
         round = Round(0, step, (1.0,) * count)
         targets = [self.samples(round, m)[1] for m in range(count)]
         with calling(f"Job.weight of step {step + 1}"):
-            own = [float(self._job.weight(target)) for target in targets]
+            own = [as_number("Job.weight", self._job.weight(target)) for target in targets]
         total = self.weighed[step] = sum(own)
         if not any(own) and not self._was_idle:
             self._was_idle = True

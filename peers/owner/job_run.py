@@ -53,6 +53,7 @@ from peers.state import (
     description,
     first_weights,
     keepers_with_room,
+    made_by_code,
     noted,
 )
 from peers.wire import Failures, Suspects, unless_late
@@ -238,6 +239,7 @@ class Training:
         store, about = CheckpointStore.found(run), run.about
         if step or store.complete() or about.job is None:
             begins, kinds = self._from_disk(store.find(step, run.id), run, captured)
+            check_weights(made_by_code(captured), about.weights, again=False)
         else:  # its owner died before the first checkpoint, or elsewhere: the copies are all that there is, or its first step
             check_same(self._job, captured, about.job, about.micro_batch)
             threads = same_threads(self._job, about.devices, run.id)

@@ -3,7 +3,15 @@
 `fetch` moves tensors by the hash of their bits; `policy` says who keeps for whom and how often.
 """
 
-from peers.state.checkpoint import Checkpoint, CheckpointStore, check_same, check_weights, description, first_weights
+from peers.state.checkpoint import (
+    Checkpoint,
+    CheckpointStore,
+    check_same,
+    check_weights,
+    description,
+    first_weights,
+    made_by_code,
+)
 from peers.state.fetch import Reader
 from peers.state.journal import Found, Journal, Mirror, seek, take
 from peers.state.keep import Keeper
@@ -42,6 +50,7 @@ __all__ = [
     "description",
     "first_weights",
     "keepers_with_room",
+    "made_by_code",
     "noted",
     "restore",
     "seek",

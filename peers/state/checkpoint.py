@@ -42,7 +42,16 @@ from meshcee.sampling import order_digest
 from meshcee.sampling.hyper import some_rates
 from meshcee.stage import AVERAGE
 
-__all__ = ["Checkpoint", "CheckpointStore", "Draft", "check_same", "check_weights", "description", "first_weights"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointStore",
+    "Draft",
+    "check_same",
+    "check_weights",
+    "description",
+    "first_weights",
+    "made_by_code",
+]
 
 log = structlog.get_logger()
 
@@ -57,6 +66,7 @@ OTHER = {
     "model": "another model",
     "computation": "another computation: code of the model or of the loss has changed, or a number in it",
     "rates": "another schedule: its function gives other rates",
+    "weight": "another Job.weight: with none, where there is one now, or the other way round",
 }
 
 
@@ -78,6 +88,7 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
         "precision": f"{job.precision} but for {', '.join(job.keep_fp32)}" if job.keep_fp32 else job.precision,
         "computation": hashlib.sha256(computed).hexdigest(),
         "rates": some_rates(job.optimizer, job.schedule, job.steps),
+        "weight": job.weight is not None,
     }
 
 
@@ -113,25 +124,41 @@ def check_same(job: Job, captured: Capture, run: Mapping[str, Any], micro_batch:
 
 
 def first_weights(captured: Capture) -> dict[str, str]:
-    """Digests of what a run begins with: of the tensors that training changes, and of the frozen ones, which no copy holds.
+    """Digests of what a run begins with: of the tensors that training changes, of the frozen ones, which no copy holds, and of
+    those that no state_dict has.
 
     A tensor counts by its recipe, if it has one, so no large model is made; else by its bytes, one at a time.
     """
-    state, changes = captured.state, {x.name for x in captured.train.inputs if x.trainable or x.mutated}
-    found = {"changed": xxhash.xxh3_128(), "frozen": xxhash.xxh3_128()}
-    for name in sorted(captured.layout):
-        digest = found["changed" if name in changes else "frozen"]
-        digest.update(name.encode())
+    changes = {x.name for x in captured.train.inputs if x.trainable or x.mutated}
+    kinds = {"changed": captured.layout.keys() & changes, "frozen": captured.layout.keys() - changes}
+    return {kind: _digest(captured, names) for kind, names in kinds.items()} | made_by_code(captured)
+
+
+def made_by_code(captured: Capture) -> dict[str, str]:
+    """A digest of buffers that no state_dict has: a plain loop that goes on takes them from the model as it is built."""
+    return {"code": _digest(captured, captured.layout.keys() - {*captured.persistent})}
+
+
+def _digest(captured: Capture, names: Iterable[str]) -> str:
+    state, found = captured.state, xxhash.xxh3_128()
+    for name in sorted(names):
+        found.update(name.encode())
         recipe = state.recipe(name) if isinstance(state, InitialState) else None
-        digest.update(byte_view(state[name].detach().cpu()) if recipe is None else recipe)
-    return {kind: digest.hexdigest() for kind, digest in found.items()}
+        found.update(byte_view(state[name].detach().cpu()) if recipe is None else recipe)
+    return found.hexdigest()
 
 
 def check_weights(own: Mapping[str, str], run: Mapping[str, Any], *, again: bool) -> None:
     """Raises UsageError where the run began with other frozen weights than these digests say; other ones count too if it may begin
     `again`. A run that was written before there were digests has none, and passes.
     """
-    if any(run.get(kind, digest) != digest for kind, digest in own.items() if again or kind == "frozen"):
+    others = {kind for kind, digest in own.items() if run.get(kind, digest) != digest}
+    if "code" in others:
+        raise UsageError(
+            "a buffer of the model that no state_dict has (persistent=False) holds other numbers than when the run began: build "
+            "the model as it was then, or start a new run"
+        )
+    if "frozen" in others or (again and "changed" in others):
         raise UsageError(
             "the model starts from other weights here than the run did: seed it, or give the same base model"
         )

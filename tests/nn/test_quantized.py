@@ -253,3 +253,44 @@ def test_what_is_written_into_an_unfolded_weight_is_not_forgotten(how: str) -> N
         optimizer=meshcee.Optimizer("SGD", lr=0.001), batch_size=8, micro_batch_size=4, steps=3, verify=False,
     )  # fmt: skip
     assert meshcee.check(job, steps=3).equal
+
+
+def small() -> nn.Module:
+    named: dict[str, nn.Module] = {"body": nn.Linear(64, 64), "lm_head": nn.Linear(64, 64)}
+    return nn.ModuleDict(named).requires_grad_(False)
+
+
+def prefixed(model: nn.Module) -> nn.Module:
+    """By names as PEFT gives them."""
+    return nn.ModuleDict({"base_model": nn.ModuleDict({"model": model})})
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, prefixed], ids=["plain", "adapted"])
+@pytest.mark.parametrize(
+    ("skip", "packed"),
+    [(("*lm_head",), {"body"}), (["lm_head"], {"body"}), (["body"], {"lm_head"}), ([], {"body", "lm_head"})],
+)
+def test_what_is_named_stays_in_full(wrap: Any, skip: Any, packed: set[str]) -> None:
+    model = quantize_frozen(wrap(small()), skip=skip)
+    found = {
+        name.split(".")[-1] for name, module in model.named_modules() if type(module).__name__ == "QuantizedLinear"
+    }
+    assert found == packed
+
+
+@pytest.mark.parametrize(
+    ("skip", "says"),
+    [
+        ("lm_head", "skip is a list of patterns"),
+        (None, "skip is a list of patterns"),
+        (["head"], "no module .* name like 'head'"),
+    ],
+)
+def test_a_name_that_keeps_nothing_is_refused(skip: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        quantize_frozen(small(), skip=skip)
+
+
+def test_few_bits_are_made_once() -> None:
+    with pytest.raises(UsageError, match="in few bits already"):
+        quantize_frozen(quantize_frozen(small()))

@@ -22,6 +22,34 @@ from meshcee.sampling.hyper import HyperSchedule, scheduled
 from meshcee.stage import optimizer_layout
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        (torch.optim.lr_scheduler.StepLR, {"step_size": 1}, r'a schedule is named: Schedule\("StepLR"'),
+        ("CosineAnnealing", {"T_max": 3}, "did you mean 'CosineAnnealingLR'"),
+        ("CosineAnnealingLR", {"tmax": 3}, "has no 'tmax': its options are T_max, eta_min, last_epoch"),
+        ("StepLR", {}, "needs 'step_size': its options are step_size, gamma"),
+        ("StepLR", {"step_size": 1, "optimizer": 2}, "has no 'optimizer'"),
+        ("ConstantWithWarmup", {"warmup": 1, "steps": 3}, "has no 'steps': its options are warmup, counts of steps"),
+        ("CosineWithWarmup", {"warmup": 100, "steps": 10}, "warmup=100 is longer than all its steps=10"),
+    ],
+)
+def test_a_schedule_that_is_told_wrong_is_refused_at_once(name: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        Schedule(name, **options)
+
+
+def test_a_group_with_an_option_that_its_class_does_not_have_is_refused() -> None:
+    """Torch keeps it, and nothing reads it."""
+    named = {"a.weight": torch.nn.Parameter(torch.zeros(2, 2)), "a.bias": torch.nn.Parameter(torch.zeros(2))}
+    for wrong in ({"weight_deacy": 0.0}, {"class": "SGD", "betas": (0.9, 0.9)}):
+        with pytest.raises(
+            UsageError, match=r"a group has '(weight_deacy|betas)', which is no option of (AdamW|SGD); its options are"
+        ):
+            Optimizer("AdamW", lr=0.1, groups={"*.bias": wrong}).build(named)
+    Optimizer("AdamW", lr=0.1, groups={"*.bias": {"weight_decay": 0.0}}).build(named)
+
+
 def test_schedules_drive_what_they_drive_in_torch() -> None:
     with pytest.raises(UsageError, match="ReduceLROnPlateau"):
         Schedule("ReduceLROnPlateau")
@@ -223,7 +251,7 @@ def test_a_warm_up_is_that_of_transformers(name: str, of_theirs: str, options: d
             {"schedulers": [Schedule("ChainedScheduler", schedulers=[])], "milestones": []},
             "no other chain",
         ),
-        ("CosineWithWarmup", {"warmup": 5}, "steps and warmup"),
+        ("CosineWithWarmup", {"warmup": 5}, "steps, warmup, counts of steps"),
         ("CosineWithWarmup", {"warmup": 0.03, "steps": 1000}, "warmup=0.03 is no whole number of steps: say warmup=30"),
         ("LinearWithWarmup", {"warmup": 3, "steps": "all"}, "steps='all' is no whole number"),
         ("ConstantWithWarmup", {"warmup": -1}, "warmup=-1 is no whole number"),

@@ -21,7 +21,7 @@ from tests.rig.reference import reference
 ALLOWED = {"meshcee", "meshcee._demo_job"}
 ALLOWED |= {f"meshcee.{name}" for name in ("errors", "fields", "job", "plan", "user_code")}
 # The order of samples, and what a Job names.
-ROOMS = ("meshcee.sampling", "meshcee.figures", "meshcee.files", "meshcee.optim")
+ROOMS = ("meshcee.sampling", "meshcee.reach", "meshcee.figures", "meshcee.files", "meshcee.optim")
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+import meshcee
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.optim import Optimizer
@@ -174,6 +175,18 @@ def test_of_later_data_epochs_only_those_that_a_job_comes_to_are_looked_at() -> 
     assert repeats(job_of(shrinks, steps=5), keeps=False)
     with pytest.raises(UsageError, match="gives 32 samples in data epoch 2"):
         repeats(job_of(shrinks, steps=6), keeps=False)
+
+
+def test_a_sampler_that_has_changed_between_two_jobs_is_asked_again() -> None:
+    """As in hard-example mining: a second job over the same sampler has the order of now."""
+    now = list(range(40))
+    rows = [(row, row[:1]) for row in torch.randn(40, 4)]
+    job = job_of(lambda data_epoch, seed: list(now), data=rows, steps=3, micro_batch_size=4)
+    before = meshcee.plain(job).losses
+    now.reverse()
+    after = meshcee.plain(job).losses
+    assert after != before
+    assert list(meshcee.train(job, local=1).losses) == after
 
 
 def test_an_order_that_a_run_did_not_have_is_told_by_its_digest() -> None:

@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+import structlog
 import torch
 from torch import nn
 
 from meshcee.errors import UsageError
+from meshcee.events import Event
 from meshcee.files.tensor_files import byte_view
 from meshcee.job import Job
 from meshcee.reach import Remembered
 
 __all__ = ["Unchanged"]
+
+log = structlog.get_logger()
 
 _MODE = "attribute 'training' of the model"
 _MOST_BYTES = 1 << 20  # of a tensor whose numbers are looked at
@@ -30,10 +34,17 @@ class Unchanged:
         self._model = job.model if isinstance(job.model, nn.Module) else nn.Module()
         self._loss, self._written = job.loss, frozenset(written)
         self._before = self._seen()
+        self._versions: dict[str, Any] | None = self._weights()
 
     def __call__(self) -> None:
-        """What is in eval mode as a whole, a loop puts back into train mode."""
+        """What is in eval mode as a whole, a loop puts back into train mode. Weights that are written are told of once: who has
+        loaded those of a checkpoint, to look at them, changes nothing."""
         now = self._seen()
+        if self._versions is not None and (
+            written := [n for n, v in self._weights().items() if v != self._versions.get(n)]
+        ):
+            log.warning(Event.WEIGHTS_WRITTEN, parameters=written[:3])
+            self._versions = None
         places = [place for place in self._before.changed(now) if self._before.is_used(place) or now.is_used(place)]
         if not all(seen.values.get(_MODE) for seen in (self._before, now)):
             places = [place for place in places if not place.startswith(_MODE.partition(" of ")[0])]
@@ -43,6 +54,11 @@ class Unchanged:
                 "graph that was made of it then: count steps in a registered buffer that forward adds to, thaw weights in a "
                 "second run, and change learning rates by run.set_lr"
             )
+
+    def _weights(self) -> dict[str, Any]:
+        return {
+            name: (p._version, p.data_ptr()) for name, p in self._model.named_parameters() if p.device.type != "meta"
+        }
 
     def _seen(self) -> Remembered:
         seen = _WithNumbers(self._model, self._loss, keeps=False)

@@ -67,6 +67,8 @@ def test_a_fault_in_a_direct_sum_does_not_keep_the_device_from_the_next_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """One member never takes part in the call that the other is in, and its own thread hangs until all is over."""
+    with quiet():
+        expected = undisturbed(SHARED, 0.5, True)
     monkeypatch.setattr("peers.groups.direct_sum.TIMEOUT_S", 1.0)
     fault, over, waits, sums = Fault("", "", "p1", "p0"), threading.Event(), [], itertools.count()
     reduce = DirectSum.reduce
@@ -82,7 +84,6 @@ def test_a_fault_in_a_direct_sum_does_not_keep_the_device_from_the_next_epoch(
 
     monkeypatch.setattr(DirectSum, "reduce", struck)
     with quiet():
-        expected = undisturbed(SHARED, 0.5, True)
         sockets, before = open_sockets(), count_threads()
         told = run(trained(job_of(0.5, True), plan_of(*SHARED), tmp_path, fault))
     assert waits == []  # it hangs still

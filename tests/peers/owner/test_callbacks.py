@@ -340,7 +340,7 @@ async def test_the_short_words_for_both_do_the_same(tmp_path: Path) -> None:
         ({}, {"keep_best": "accuracy"}, "looks at 'accuracy' of evaluations, and the metrics of these are loss"),
         ({"metrics": {"f1": lambda output, y: 1.0}}, {"keep_best": "f1"}, r"KeepBest\('f1', mode='max'\)"),
         ({}, {"keep_best": "loss"}, "KeepBest saves, and this run has no folder"),
-        ({}, {"early_stop": 0}, "patience is a number of evaluations"),
+        ({}, {"early_stop": 0}, "patience=0: a number of evaluations"),
         ({}, {"callbacks": [meshcee.EarlyStop("accuracy")]}, "looks at 'accuracy' of evaluations, and the metrics"),
         (
             {"schedule": Schedule("OneCycleLR", max_lr=0.1, total_steps=5)},
@@ -638,6 +638,24 @@ def elsewhere(where: str) -> tuple[dict[str, Any], dict[str, Any]]:
         "metric": {"metrics": {"m": metric}, "eval_every": 1},
     }
     return job | of_job.get(where, {}), {"on_report": report}
+
+
+def test_weights_that_a_callback_writes_are_told_of_once() -> None:
+    """As Lookahead or a clamp would in a plain loop: here the owner's model is not what peers train."""
+    job = job_of(steps=6)
+
+    def clamp(run: Any, report: Any) -> None:
+        with torch.no_grad():
+            for parameter in job.model.parameters():
+                parameter.clamp_(-0.1, 0.1)
+
+    with structlog.testing.capture_logs() as lines:
+        losses = meshcee.train(job, local=1, callbacks=[clamp]).losses
+    assert [line["event"] for line in lines].count(Event.WEIGHTS_WRITTEN) == 1
+    assert list(losses) == meshcee.plain(job_of(steps=6)).losses
+    with structlog.testing.capture_logs() as lines:
+        meshcee.train(job_of(steps=6), local=1, callbacks=[lambda run, report: None])
+    assert not [line for line in lines if line["event"] == Event.WEIGHTS_WRITTEN]
 
 
 @pytest.mark.cases(1)

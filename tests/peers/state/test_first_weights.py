@@ -73,6 +73,29 @@ def test_digests_are_of_what_training_changes_and_of_what_it_does_not() -> None:
         check_weights(seeded, run, again=True)
 
 
+class Scaled(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.layers = adapters()
+        self.register_buffer("scale", torch.tensor(scale), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.layers(x) * self.scale
+        return y
+
+
+async def test_a_buffer_that_no_state_dict_has_is_the_one_that_the_run_began_with(tmp_path: Path) -> None:
+    """A plain loop that goes on would compute with the new one, and every checkpoint has the old one."""
+    home, often = Home(tmp_path), {"checkpoint_every": 1}
+    await trained(replace(job_of(Scaled(1.0)), **often), home, until=CUT_AT)  # type: ignore[arg-type]
+    assert home.run("last").about.weights.keys() == {"changed", "frozen", "code"}
+    with pytest.raises(ExceptionGroup) as refused:
+        await trained(replace(job_of(Scaled(2.0)), **often), home, resume="last")  # type: ignore[arg-type]
+    assert refused.group_contains(UsageError, match="no state_dict has")
+    job = replace(job_of(Scaled(1.0)), **often)  # type: ignore[arg-type]
+    assert await trained(job, home, resume="last") == plain(job_of(Scaled(1.0)), STEPS, MICRO)[0]
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("until", [None, CUT_AT])
 async def test_frozen_weights_of_a_job_in_bf16_travel_in_16_bits(
@@ -125,7 +148,7 @@ async def test_without_a_checkpoint_a_run_goes_on_with_its_own_first_weights_onl
 ) -> None:
     home = Home(tmp_path)
     await trained(job_of(adapters()), home, until=CUT_AT)
-    assert home.run("last").about.weights.keys() == {"changed", "frozen"}
+    assert home.run("last").about.weights.keys() == {"changed", "frozen", "code"}
     if seeds == (0, 0):
         found = await trained(job_of(adapters()), home, resume="last")
         assert found == plain(job_of(adapters()), STEPS, MICRO)[0]

@@ -84,6 +84,7 @@ def test_what_differs_is_told_as_its_user_wrote_it() -> None:
         ({"loss": F.l1_loss}, "another computation"),
         ({"factor": 0.5}, "another schedule"),
         ({"schedule": Schedule("LambdaLR", lr_lambda=half)}, "schedule"),
+        ({"weight": len}, r"another Job\.weight"),
     ],
 )
 def test_a_changed_function_is_found(changed: dict[str, Any], what: str) -> None:
@@ -230,6 +231,29 @@ def test_few_rows_and_what_collate_makes_of_them_are_compared() -> None:
     halved = job_of(collate=lambda rows: (torch.stack([x / 2 for x, _ in rows]), torch.stack([y for _, y in rows])))
     with pytest.raises(UsageError, match="other samples"):
         check_samples(sample_digests(halved), sample_digests(job_of()))
+
+
+def flipped(rows: list[Any]) -> Any:
+    """What one sample alone does not show."""
+    return torch.stack([x for x, _ in reversed(rows)]), torch.stack([y for _, y in rows])
+
+
+def plain(rows: list[Any]) -> Any:
+    return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+
+
+def positive(y: torch.Tensor) -> torch.Tensor:
+    return (y > 0).sum()
+
+
+def test_what_is_made_of_several_samples_is_compared() -> None:
+    with pytest.raises(UsageError, match=r"another Job\.collate, which gives something else for the same samples"):
+        check_samples(sample_digests(job_of(collate=flipped)), sample_digests(job_of(collate=plain)))
+    with pytest.raises(UsageError, match=r"another Job\.weight, which gives something else"):
+        check_samples(sample_digests(job_of(weight=positive)), sample_digests(job_of(weight=len)))
+    for options in ({"collate": flipped}, {"weight": positive}, {"collate": plain, "weight": len}):
+        run = sample_digests(job_of(**options))
+        check_samples(sample_digests(job_of(micro_batch_size=2, **options)), run)  # as a plan may have chosen
 
 
 async def trained(home: Home, data: Any, until: int | None = None, resume: str | None = None) -> list[float]:
