@@ -129,8 +129,9 @@ class _Drawing:
 
 
 def sample_digests(job: Job) -> dict[str, str]:
-    """Of a few of these samples by index, of a micro-batch of them (COLLATE), and what Job.weight says of it (WEIGHT), for who
-    compares two runs; none of a stream, or of data elsewhere."""
+    """Of a few of these samples by index, and of a micro-batch of them (COLLATE) with its weight (WEIGHT), to compare two runs by.
+    None of a stream, or of data elsewhere.
+    """
     if job.streams or isinstance(job.data, At):
         return {}
     indices = sorted({k * len(job.data) // LOOKED_AT for k in (0, LOOKED_AT // 2, LOOKED_AT - 1)})
@@ -178,7 +179,7 @@ _ANOTHER = (
 )
 _KEPT = (
     "data[{}] draws random numbers when it is read first, and not when it is read again: no run could go on with what it keeps; "
-    "draw in every read, or draw all of it before the job is made"
+    "draw in every read, or draw all of it before the job is made; if another thread of yours draws meanwhile, let that one wait"
 )
 _BY_ORDER = (
     "data[{}] depends on the samples that were read before it, as where draws are kept or a vocabulary grows: no run could go on "

@@ -99,7 +99,6 @@ class StageRunner:
             {entry.name: entry for spec in both for _, entry in spec.inputs if entry.kind != "raw"},
         )
         self.trainable = self.weights.trainable
-        self.optimizer = self.weights.optimizer
         self._partial = draws is not None
         draws = dict(draws or {})
         remade = None
@@ -124,6 +123,10 @@ class StageRunner:
         self.terms: dict[str, list[torch.Tensor]] = {}  # gradients of earlier micro-batches, by name: see `keep_terms`
         self.step = -1
         self.rollback()
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.weights.optimizer
 
     # -- the step ----------------------------------------------------------------------------------------------------
 

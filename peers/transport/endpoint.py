@@ -248,7 +248,10 @@ class Endpoint(ABC):
         except MeshceeError as error:
             if stream in self._strangers:  # else it made way for another one
                 self._patience.failed(stream.peer_id)
-            self._seldom[Event.STREAM_REFUSED].log(peer=short(stream.peer_id), error=str(error))
+            if isinstance(error.__cause__, StreamClosed):  # nobody was refused: whoever opened it is gone
+                log.debug(Event.STREAM_CLOSED, peer=short(stream.peer_id), reason=str(error))
+            else:
+                self._seldom[Event.STREAM_REFUSED].log(peer=short(stream.peer_id), error=str(error))
             return None
         finally:
             is_stranger = stream in self._strangers

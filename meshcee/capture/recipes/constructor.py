@@ -295,6 +295,9 @@ def construct(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, R
         except MeshceeError:
             raise
         except Exception as error:
+            if isinstance(factory, type) and isinstance(error, TypeError):
+                what = f"Job.model is the class {factory.__name__}, and to make one failed"
+                raise CaptureError(f"{what}: {error}; give a module") from error
             raise CaptureError(
                 f"Job.model() failed{place_of(error)}: {type(error).__name__}: {error}; if it runs by itself, it needs its large "
                 "tensors as they are: give the built module instead of the function"
