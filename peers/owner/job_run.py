@@ -229,8 +229,6 @@ class Training:
         if self._diary is not None and self._diary.is_begun:
             self._diary.end(state, **more)
 
-    # -- resuming ------------------------------------------------------------------------------------------------------
-
     def _go_on(self, wanted: str, captured: Capture) -> list[dict[str, Any]]:
         """Find the run and its checkpoint, see that they fit this job, take up what was reported. Returns that."""
         if self._home is None:
