@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from multiprocessing.util import Finalize
 from typing import Any
@@ -35,6 +36,7 @@ class Readers:
     """Of one run. The processes start with the first `take`, and end with `close` or with this process."""
 
     def __init__(self, job: Job) -> None:
+        _refuse_what_was_typed_in(job)
         self._job = job
         self._lock = threading.Lock()  # an epoch that has ended may still be reading beside the next one
         self._order = _Order(job)
@@ -113,6 +115,17 @@ class Readers:
     def close(self) -> None:
         """Takes up to some seconds, until each process has ended."""
         self._loader, self._batches = None, iter(())
+
+
+def _refuse_what_was_typed_in(job: Job) -> None:
+    """UsageError for code of a notebook, or of standard input: no other process can import it."""
+    for what, it in (("data", job.data), ("collate", job.collate)):
+        made = it if isinstance(it, types.FunctionType) else type(it)
+        if made.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
+            raise UsageError(
+                f"workers={job.workers} reads in other processes, which import {made.__name__} of {what} from its file, and what "
+                "was typed in has none: write it into a file and import it from there, or leave workers out"
+            )
 
 
 class _Order(torch.utils.data.Sampler[Any]):

@@ -219,3 +219,22 @@ def test_a_function_of_the_jobs_own_file_may_import_what_lies_beside_it(tmp_path
         module = import_job_file(str(file))
     assert module.make() == 100.0
     assert sys.path == [*before, str(tmp_path.resolve())]
+
+
+def test_a_class_that_was_typed_in_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a notebook: another process has no file to import it from."""
+
+    class Typed(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.ones(6), torch.ones(1)
+
+    monkeypatch.setattr(Typed, "__module__", "__main__")
+    Readers(job_of(Typed())).close()
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    with pytest.raises(UsageError, match="import Typed of data from its file, and what was typed in has none"):
+        Readers(job_of(Typed()))
+    monkeypatch.setattr(Typed, "__module__", __name__)
+    Readers(job_of(Typed())).close()
