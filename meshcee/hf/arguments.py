@@ -108,8 +108,11 @@ def check(args: Any) -> None:
         name, value = field.name, getattr(args, field.name)
         if name in known or value == getattr(usual, name) or _is_as_good(args, name, value):
             continue
-        instead = INSTEAD.get(name)
-        wrong.append(f"{name}={value!r:.60} ({f'write {instead}' if instead else 'leave it out'})")
+        if name.startswith("torch_compile_") and args.torch_compile:  # which sets these
+            continue
+        instead = INSTEAD.get(name, "nothing")
+        do = f"leave it out{instead.removeprefix('nothing')}" if instead.startswith("nothing") else f"write {instead}"
+        wrong.append(f"{name}={value!r:.60} ({do})")
     if wrong:
         raise UsageError(f"meshcee.hf.Trainer cannot carry out {'; '.join(wrong)}")
 

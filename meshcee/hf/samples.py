@@ -63,8 +63,14 @@ class Batches:
 
     def __call__(self, samples: Sequence[tuple[int, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         places, rows = [place for place, _ in samples], [row for _, row in samples]
-        bare = ", of which the model takes no column (tokenize them first)"
-        with calling(lambda: f"data_collator, given samples {places}{bare if rows[0] == {} else ''},"):
+
+        def asked() -> str:
+            bare = ", of which the model takes no column (tokenize them first)" if rows[0] == {} else ""
+            is_usual = getattr(self._collate, "__name__", "") == "default_data_collator"
+            pads = ", which pads nothing (DataCollatorForSeq2Seq(tokenizer) does)" if is_usual else ""
+            return f"data_collator{pads}, given samples {places}{bare},"
+
+        with calling(asked):
             x = {key: value for key, value in self._collate(rows).items() if value is not None}
         for key, value in x.items():
             if not isinstance(value, torch.Tensor) or value.shape[:1] != (len(rows),):
