@@ -64,6 +64,7 @@ class TrainOptions:
     mix: str | None = None
     audit: float | None = None
     workers: int | None = None
+    steps: int | None = None
     log: tuple[str, ...] = ()
     ui: bool = False
     metrics: str | None = None
@@ -99,7 +100,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
     threads_said = take_threads(options.threads)
     look_for(options.join, Home(), options.resume)
     job = load_job(options.job)
-    names = ("checkpoint_every", "codec", "groups", "threads", "mix", "workers", "audit")
+    names = ("checkpoint_every", "codec", "groups", "threads", "mix", "workers", "audit", "steps")
     said = {name: getattr(options, name) for name in names}
     job = replace(job, **{name: value for name, value in said.items() if value is not None})
     if not options.verify:
@@ -185,7 +186,7 @@ def again_with(options: TrainOptions) -> str:
     The token is left to the reader, who is also given `--resume`.
     """
     found = [str(options.job), *(["--local", str(options.local)] if options.local else ["--join", "TOKEN"])]
-    for name in ("codec", "mix", "audit", "out", "checkpoint_every", "workers"):
+    for name in ("codec", "mix", "audit", "out", "checkpoint_every", "workers", "steps"):
         if (value := getattr(options, name)) is not None:
             found += [f"--{name.replace('_', '-')}", str(value)]
     if options.groups is not None:

@@ -168,6 +168,7 @@ def test_the_command_that_goes_on_says_what_was_said_of_the_numbers() -> None:
     said: dict[str, Any] = {
         "join": "meshcee2.secret", "compute": True, "device": "cpu", "codec": "lossless", "mix": "devices", "groups": False,
         "audit": 0.1, "out": Path("w.safetensors"), "log": ("csv:a b.csv", "wandb"), "checkpoint_every": 0, "workers": 2,
+        "steps": 40,
     }  # fmt: skip
     words = again_with(TrainOptions(job=Path("my job.py"), **{**base, **said}))
     assert "secret" not in words
