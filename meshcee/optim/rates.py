@@ -49,10 +49,6 @@ class Schedule:
         for key, value in options.items() if name in WARMUPS else ():
             if type(plain_number(value)) is not int or value < 0:
                 raise UsageError(f"schedule {name!r}: {key}={value!r:.40} is no whole number of steps: say {key}=30")
-        if name in WARMUPS and options["warmup"] > options.get("steps", math.inf):
-            raise UsageError(
-                f"schedule {name!r}: warmup={options['warmup']} is longer than all its steps={options['steps']}"
-            )
         chained = options.get("schedulers", ())
         if not isinstance(chained, list | tuple) or not all(isinstance(part, Schedule) for part in chained):
             raise UsageError(f"schedule {name!r}: `schedulers` is a list of meshcee.Schedule(...)")
