@@ -36,9 +36,7 @@ class Event(StrEnum):
         "weights of the model were written while the run goes on: peers train weights of their own, and what was written changes "
         "none of these"
     )
-    NEVER_EVALUATED = (
-        "the job has metrics, and no evaluation is due unless a callback asks: give it eval_data and eval_every"
-    )
+    NEVER_EVALUATED = "the job has metrics, which evaluations compute, and no eval_data: none is computed"
     EVALUATED_ONCE = "evaluations come after the last step alone: give the job eval_every"
     NOT_KEPT = "this state is not kept: members have no room for a copy of it"
     NOTHING_COUNTS = "no label of this step counts, so it trains nothing: look at Job.weight and at how samples are cut"

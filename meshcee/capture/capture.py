@@ -20,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from meshcee.capture.evaluated import Evaluated
 from meshcee.capture.export import (
     EXAMPLES,
     Exported,
@@ -325,15 +326,19 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
             evaluation: Program | None = None
             form: Any = None
             if evaluate if evaluate is not None else job.eval_data is not None:
-                model.eval()
-                eval_wrap = _WithLoss(model, job, example, evaluate=True)
-                eval_wrap.rebound = train_wrap.rebound
-                with contextlib.suppress(Exception):  # torch and the user's code raise what they like; export says more
-                    looked_at = _WithLoss(model, job, example, evaluate=True)
-                    eval_wrap.rebound = _watch(looked_at, job, example, names).assigned()
-                evaluation = _overlay(_export(eval_wrap, example, names, varying, most), program)
-                _accepted(evaluation)
-                form = eval_wrap.seen.form
+                evaluated = Evaluated(model)
+                with evaluated.looked_at():
+                    eval_wrap = _WithLoss(model, job, example, evaluate=True)
+                    eval_wrap.rebound = train_wrap.rebound
+                    with contextlib.suppress(
+                        Exception
+                    ):  # torch and the user's code raise what they like; export says more
+                        looked_at = _WithLoss(model, job, example, evaluate=True)
+                        eval_wrap.rebound = _watch(looked_at, job, example, names).assigned()
+                    evaluation = _overlay(_export(eval_wrap, example, names, varying, most), program)
+                    _accepted(evaluation)
+                    form, inputs = eval_wrap.seen.form, data_rules.inputs_of(example)
+                    evaluated.compare(lambda: eval_wrap(*inputs.values()), evaluation, inputs, names)
             refuse_shared((program, evaluation) if evaluation else (program,), data_rules.inputs_of(example))
     except CaptureError:
         if recorder is None and job.precision == "fp32":

@@ -6,6 +6,7 @@ its own. There is only a feed of one round, and a place for the outputs.
 
 from __future__ import annotations
 
+import math
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,9 @@ from peers.transport import Frame
 from peers.wire import Round, need
 
 __all__ = ["EvaluationFeed", "Outputs", "Predictions", "averaged", "with_state"]
+
+
+WEIGHT = ""  # beside the names of metrics: what Job.weight gives for a micro-batch
 
 
 class EvaluationFeed(Feed):
@@ -93,6 +97,9 @@ class Outputs:
         target = self._feed.target(round, micro)  # not read again: it may be another one
         values = self._joined(target, parts, rows)
         found = {"loss": float(values[0])}
+        if self._job.weight is not None:
+            with calling("Job.weight"):
+                found[WEIGHT] = as_number("Job.weight", self._job.weight(target))
         if not self._job.metrics:
             return values, found
         output = self._captured.output_of(values[1:])
@@ -124,16 +131,22 @@ def _is_of(samples: int, tensor: Any, said: Value) -> bool:
 
 
 def averaged(job: Job, feed: Feed, answers: Answers) -> dict[str, float]:
-    """Each metric averaged over the evaluation's samples; "loss" is always there, and of sums too the mean per sample."""
-    summed = {"loss"} if job.reduction == "sum" else set()
+    """Each metric averaged over the evaluation's samples; "loss" is always there, and of sums too the mean per sample.
+
+    With Job.weight the loss is averaged by it, as in training. So a micro-batch that weighs nothing is left out: its loss is 0 / 0.
+    """
     totals: dict[str, float] = {}
-    count = 0
+    counts: dict[str, float] = {}
     for micro in range(answers.round.num_micro):
         size = feed.size(answers.round, micro)
-        count += size
+        weight = answers.outputs[micro].get(WEIGHT, float(size))
         for name, value in answers.outputs[micro].items():
-            totals[name] = totals.get(name, 0.0) + (value if name in summed else value * size)
-    return {name: value / count for name, value in totals.items()}
+            share = float(size) if name != "loss" else weight
+            if name != WEIGHT and share:
+                times = 1.0 if name == "loss" and job.reduction == "sum" else share
+                totals[name] = totals.get(name, 0.0) + value * times
+                counts[name] = counts.get(name, 0.0) + share
+    return {"loss": math.nan} | {name: value / counts[name] for name, value in totals.items()}
 
 
 def with_state(captured: Capture, state: Mapping[str, torch.Tensor] | None) -> Capture:
@@ -148,6 +161,10 @@ def with_state(captured: Capture, state: Mapping[str, torch.Tensor] | None) -> C
     for name in captured.persistent:
         if name not in state:
             raise UsageError(f"the state has no entry {name!r}; give a whole state_dict of this model")
+        if not isinstance(state[name], torch.Tensor):
+            raise UsageError(
+                f"{name!r} is a {type(state[name]).__name__} in the state: give tensors, as a state_dict has"
+            )
         given, (dtype, shape) = state[name].detach(), captured.layout[name]
         if given.dtype not in (dtype, captured.rounded.get(name)) or tuple(given.shape) != shape:
             raise UsageError(

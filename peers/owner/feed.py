@@ -89,7 +89,7 @@ class Steering:
         HyperSchedule(self._job.optimizer, self._job.schedule).check(self._job.steps)
         if (call := self.listeners.event("on_begin")) is not None:
             call()
-        if self._job.metrics and not self._job.eval_every:
+        if self._job.metrics and self._job.eval_data is None:
             log.warning(Event.NEVER_EVALUATED, metrics=sorted(self._job.metrics))
 
     def begin(self, captured: Capture) -> None:

@@ -34,15 +34,13 @@ class Unchanged:
         self._model = job.model if isinstance(job.model, nn.Module) else nn.Module()
         self._loss, self._written = job.loss, frozenset(written)
         self._before = self._seen()
-        self._versions: dict[str, Any] | None = self._weights()
+        self._versions: dict[str, Any] | None = {}  # as the first look finds them
 
     def __call__(self) -> None:
         """What is in eval mode as a whole, a loop puts back into train mode. Weights that are written are told of once: who has
         loaded those of a checkpoint, to look at them, changes nothing."""
         now = self._seen()
-        if self._versions is not None and (
-            written := [n for n, v in self._weights().items() if v != self._versions.get(n)]
-        ):
+        if self._versions is not None and (written := self._written_weights()):
             log.warning(Event.WEIGHTS_WRITTEN, parameters=written[:3])
             self._versions = None
         places = [place for place in self._before.changed(now) if self._before.is_used(place) or now.is_used(place)]
@@ -54,6 +52,12 @@ class Unchanged:
                 "graph that was made of it then: count steps in a registered buffer that forward adds to, thaw weights in a "
                 "second run, and change learning rates by run.set_lr"
             )
+
+    def _written_weights(self) -> list[str]:
+        assert self._versions is not None
+        now = self._weights()
+        self._versions = self._versions or now
+        return [name for name, version in now.items() if version != self._versions.get(name)]
 
     def _weights(self) -> dict[str, Any]:
         return {

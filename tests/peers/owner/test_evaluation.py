@@ -154,6 +154,29 @@ def test_a_target_is_kept_until_it_is_asked_for_once(needed: dict[str, Any]) -> 
             assert feed.target(round, micro) is None
 
 
+@pytest.mark.parametrize("micro", [2, 4])
+async def test_a_weight_counts_in_an_evaluation_as_in_training(micro: int) -> None:
+    """The mean over tokens, however samples are divided; where a micro-batch has none, its loss is 0 / 0."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(12, 8), torch.nn.Linear(8, 12))
+    tokens = torch.randint(0, 12, (12, 6))
+    targets = tokens.clone()
+    targets[4:8] = -100
+    targets[9, :5] = -100
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(out.flatten(0, 1), y.flatten(), ignore_index=-100)
+
+    job = meshcee.Job(
+        model, loss, list(zip(tokens, tokens)), meshcee.Optimizer("SGD", lr=0.1), batch_size=4, micro_batch_size=micro, steps=2,
+        weight=lambda y: float((y != -100).sum()),
+    )  # fmt: skip
+    async with meshcee.join(local=1) as mesh:
+        found = await mesh.evaluate(job, list(zip(tokens, targets)))
+    with torch.no_grad():
+        assert found["loss"] == pytest.approx(float(loss(model(tokens), targets)), rel=1e-5)
+
+
 class Noise(torch.nn.Module):
     """Nothing in training."""
 
