@@ -129,6 +129,7 @@ def evaluate(job: Job, model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
     live = {n: p for n, p in model.named_parameters() if n in weights}
     before = {n: p.data for n, p in live.items()}
     sums: dict[str, float] = {}
+    shares: dict[str, float] = {}
     count, size = len(job.eval_data), job.micro_batch_size or job.batch_size
     model.eval()
     with torch.no_grad():
@@ -140,12 +141,15 @@ def evaluate(job: Job, model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
             output = call(model, mapped(x, halved) if job.precision == "bf16" else x)
             found = {"loss": job.loss(output, y).item()} | {n: metric(output, y) for n, metric in job.metrics.items()}
             found["loss"] /= len(samples) if job.reduction == "sum" else 1
-            sums = {n: sums.get(n, 0.0) + value * len(samples) for n, value in found.items()}
+            share = dict.fromkeys(found, float(len(samples)))
+            share["loss"] = float(job.weight(y)) if job.weight else share["loss"]
+            sums = {n: sums.get(n, 0.0) + value * share[n] for n, value in found.items()}
+            shares = {n: shares.get(n, 0.0) + share[n] for n in found}
         for name, p in live.items():
             p.data = before[name]
     for module, mode in modes:
         module.training = mode
-    return {name: value / count for name, value in sums.items()}
+    return {name: value / shares[name] for name, value in sums.items()}
 
 
 def samples_of(job: Job, steps: int) -> Iterator[list[Any]]:

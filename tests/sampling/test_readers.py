@@ -232,6 +232,7 @@ def test_a_class_that_was_typed_in_is_refused_at_once(monkeypatch: pytest.Monkey
             return torch.ones(6), torch.ones(1)
 
     monkeypatch.setattr(Typed, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "job.py", raising=False)
     Readers(job_of(Typed())).close()
     monkeypatch.delattr(sys.modules["__main__"], "__file__")
     with pytest.raises(UsageError, match="import Typed of data from its file, and what was typed in has none"):
