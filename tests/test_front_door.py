@@ -131,6 +131,7 @@ def test_the_command_names_the_line_and_shows_the_traceback_when_asked(tmp_path:
 # -- around join ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_no_exception_group_reaches_who_joins() -> None:
     async def trains() -> None:
         async with meshcee.join(local=2) as mesh:

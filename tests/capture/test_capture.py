@@ -50,7 +50,7 @@ def test_models_of_every_kind_have_at_least_as_many_blocks_as_layers() -> None:
     assert {model: found[model] for model, layers in MORE_LAYERS.items() if found[model] < layers} == {}
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("model", LAYERS)
 def test_costs_cover_every_parameter_once(model: str) -> None:
     found = captured(model)
@@ -104,6 +104,7 @@ def test_every_slicing_agrees_at_its_cuts(model: str) -> None:
             assert program.slice(cut - 1, cut).sent == program.slice(cut, cut + 1).received
 
 
+@pytest.mark.slow
 def test_masks_and_shifted_labels_are_redone_from_raw_inputs() -> None:
     """Every BERT layer reads the padding mask: as the owner's raw input, not through all layers before it."""
     program = captured("bert").train
@@ -132,6 +133,7 @@ def test_a_slice_outside_the_program_is_refused() -> None:
             program.slice(first, end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 2, 7])
 @pytest.mark.parametrize("model", LAYERS)
 def test_any_batch_size_runs_and_equals_eager(model: str, batch: int) -> None:

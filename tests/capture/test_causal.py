@@ -84,7 +84,7 @@ ANSWERED: dict[str, tuple[Any, Changed]] = {
 }
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ANSWERED)
 def test_a_mask_that_is_known_is_answered_for(name: str) -> None:
     given, mend = ANSWERED[name]

@@ -81,7 +81,7 @@ NARROW: Changed = (strides.canonical, "(strides[dim] - expected - 1) % _LINE + 1
 UNTOLD: Changed = (tensors, "[offset] * (offset > 0)", "[]")
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("features", "first", "mend"), [(9, 0, NARROW), (13, 0, NARROW), (16, 1, UNTOLD), (12, 3, UNTOLD), (9, 1, UNTOLD)]
 )

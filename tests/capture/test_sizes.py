@@ -135,6 +135,7 @@ PARTS = st.sampled_from(
 PARTS |= st.builds(slice, st.none() | st.integers(-2, 2), st.none() | st.integers(3, 7), st.none() | st.just(2))
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(before=st.lists(PARTS, max_size=2), after=st.lists(PARTS, max_size=2), gap=st.booleans())
 def test_one_graph_slices_tensors_of_every_length(before: list[Any], after: list[Any], gap: bool) -> None:

@@ -94,6 +94,7 @@ def test_doctor_compares_this_machine_with_the_mesh(mesh: Peers, tmp_path: Path)
     assert "as 3 peers of that class" in told["exactness", "kernels"]["detail"]
 
 
+@pytest.mark.slow
 def test_status_shows_peers_links_and_the_coordinator(mesh: Peers) -> None:
     def look() -> dict:
         done = meshcee("status", "--join", mesh.token, "--json", home=mesh.home)

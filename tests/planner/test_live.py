@@ -162,6 +162,7 @@ def test_stages_that_do_not_fit_are_refused_with_the_missing_bytes() -> None:
         plan(measured(small), stages=1)
 
 
+@pytest.mark.slow
 def test_plans_leave_room_for_copies_of_the_state_where_that_costs_little() -> None:
     """The state of all blocks takes 32 MB; with three copies of a stage and two of another one beside it 152."""
 

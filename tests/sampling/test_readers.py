@@ -88,6 +88,7 @@ def same(found: Any, expected: Any) -> bool:
     return all(one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one) for one, other in pairs)
 
 
+@pytest.mark.slow
 def test_samples_are_those_that_this_process_would_read_from_whatever_step_on() -> None:
     job = job_of(Augmented(), collate=together, sampler=backwards)
     before = torch.get_rng_state()
@@ -122,6 +123,7 @@ def test_of_two_threads_that_want_a_step_one_has_the_whole_of_it() -> None:
         assert same(readers.take(1, MICRO), read_here(job, 1)), "later steps have their own samples"
 
 
+@pytest.mark.slow
 def test_what_a_read_raises_is_told_with_its_sample_step_and_line() -> None:
     job = job_of(Augmented(bad=17))
     step = next(s for s in range(job.steps) if 17 in draw(job.seed, 48, 8, s))

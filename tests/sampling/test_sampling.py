@@ -113,6 +113,7 @@ def test_another_process_reads_the_same() -> None:
     assert done.stdout.strip() == repr(read(DATA, range(4), 5, 6))
 
 
+@pytest.mark.slow
 def test_nothing_of_ours_draws_from_the_generator_that_random_shares() -> None:
     """Another thread's draw would come between those of a sample. `import` all that an owner's process runs."""
     code = """

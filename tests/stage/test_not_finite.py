@@ -78,7 +78,7 @@ async def test_the_step_whose_gradient_is_not_finite_is_not_reported(place: int,
     assert told == []
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 2, 5])
 async def test_a_step_whose_norm_is_not_finite_is_applied_nowhere(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not by those below the head either, which hear of it from the head and, later, from the owner."""

@@ -99,7 +99,7 @@ def test_every_way_to_run_a_stage_has_the_same_bits(model: str, options: dict[st
 KINDS = [m if m in zoo.PHASE_ONE else pytest.param(m, marks=pytest.mark.slow) for m in zoo.ALL]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("order", "split"), [("fused", False), ("fused", True), ("late", True)])
 @pytest.mark.parametrize("model", KINDS)
 def test_every_place_where_a_model_can_be_cut(model: str, order: str, split: bool) -> None:
@@ -177,7 +177,7 @@ def test_flipping_one_bit_of_one_gradient_shows(model: str) -> None:
         assert_equal(chain, losses, expected(model, "adamw"))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["fused", "split", "late"])
 @pytest.mark.parametrize("model", ["char_gpt", "cnn", "shared_layer"])
 def test_bf16_keeps_full_precision_masters(model: str, order: str) -> None:

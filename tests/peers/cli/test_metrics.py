@@ -113,6 +113,7 @@ def test_a_run_tells_its_steps_loss_samples_and_epochs(told: dict[str, Any]) -> 
     assert told["before"]["meshcee_run_recoveries_total"][("lost",)] == 0
 
 
+@pytest.mark.slow
 def test_a_run_has_spans_of_its_steps_epochs_and_recovery(told: dict[str, Any]) -> None:
     assert told["spans"].count("step") == told["job"].steps
     assert told["spans"].count("recovery") == 1

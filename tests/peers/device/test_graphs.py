@@ -10,6 +10,7 @@ from peers.device.graphs import Graphs
 from tests.peers.device.test_worker import graph, lying
 
 
+@pytest.mark.slow
 async def test_a_graph_is_checked_once_for_all_peers_of_a_process_and_a_wrong_one_each_time() -> None:
     given = graph()
     [first], [second] = [await Graphs(Limits()).read([given]) for _ in range(2)]

@@ -59,7 +59,7 @@ def assert_close(trained: Trained, job: Job, tolerance: float) -> None:
         torch.testing.assert_close(tensor, expected.state[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shares",
     [
@@ -76,6 +76,7 @@ async def test_widths_and_unequal_shares_with_dropout_tied_weights_and_clipping(
     assert_close(await train_shared(job, shares), job, 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shares", "options"),
     [

@@ -194,7 +194,7 @@ async def test_a_device_that_takes_no_longer_for_more_samples_is_measured_at_the
             assert largest[1] < 2 * smallest[1]
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["char_gpt", "cnn", "many", "unet"])
 async def test_any_model_can_be_profiled(name: str) -> None:
     """Sizes that cross cuts, masks, buffers, several inputs: all of it is made up well enough to run."""

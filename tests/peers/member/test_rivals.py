@@ -43,6 +43,7 @@ def storm(seed: int) -> World:
     return played(world, what, 100.0)
 
 
+@pytest.mark.slow
 def test_storms() -> None:
     worlds = [storm(seed) for seed in range(30)]
     assert sum(len(world.orders) > 1 for world in worlds) > 20, "most have a second owner"

@@ -151,6 +151,7 @@ async def test_the_only_peer_goes_when_its_time_is_over_and_the_user_is_told_why
     assert line["log_level"] == "warning"
 
 
+@pytest.mark.slow
 async def test_a_peer_is_asked_from_elsewhere_by_who_holds_the_mesh_key(tmp_path: Path, again: list[int]) -> None:
     home, told, heard = Home(tmp_path), [], []
     async with a_mesh(home, 2) as (here, mesh), asyncio.TaskGroup() as group:

@@ -122,6 +122,7 @@ def trained(
         return run(story(), inline=True), died, plans
 
 
+@pytest.mark.slow
 def test_a_device_that_dies_by_a_signal_is_the_loss_of_its_peer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

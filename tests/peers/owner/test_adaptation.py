@@ -611,6 +611,7 @@ async def test_a_change_that_could_not_be_made_after_one_step_is_made_after_the_
     assert asked[1] == asked[0] + 1
 
 
+@pytest.mark.slow
 async def test_reports_do_not_wait_for_a_long_search_and_its_plan_comes_with_a_later_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

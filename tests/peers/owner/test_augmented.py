@@ -129,7 +129,7 @@ async def struck(job: Job, home: Home) -> Result:
     return mesh.result
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 async def test_a_lost_member_does_not_change_what_is_drawn(tmp_path: Path, workers: int) -> None:
     """Nor does it matter who reads, here steps ahead of those that are computed again."""
@@ -138,6 +138,7 @@ async def test_a_lost_member_does_not_change_what_is_drawn(tmp_path: Path, worke
     assert not (Home(tmp_path).run("last").folder / FED).exists()  # it can be read again, so nothing is kept
 
 
+@pytest.mark.slow
 async def test_data_that_is_never_the_same_is_fed_again_as_it_was(tmp_path: Path) -> None:
     home = Home(tmp_path)
     result = await struck(job_of(checkpoint_every=STEPS, data=Unseeded()), home)

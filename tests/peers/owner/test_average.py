@@ -60,9 +60,8 @@ async def trained(job: Job, home: Home, crash_after: int, heard: list[Report] | 
         return mesh.result
 
 
-@pytest.mark.parametrize(
-    ("kind", "precision"), [("AdamW", "fp32"), pytest.param("Adafactor", "bf16", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "precision"), [("AdamW", "fp32"), ("Adafactor", "bf16")])
 async def test_the_average_outlives_a_member_and_is_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, precision: str
 ) -> None:
@@ -137,6 +136,7 @@ def test_a_run_goes_on_whatever_its_evaluations_are_of() -> None:
         check_same(replace(job, ema=None), captured, description(job, captured), MICRO)
 
 
+@pytest.mark.slow
 async def test_without_one_there_is_nothing_to_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(Optimizer("SGD", lr=0.1), ema=None, steps=3)
     result = await trained(job, Home(tmp_path), crash_after=99)

@@ -107,7 +107,7 @@ def evaluated(job: Job, model: nn.Module) -> float:
 # -- the learning rate
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 3])
 async def test_a_plateau_lowers_the_rate_as_torchs_own_class_in_a_plain_loop(stages: int) -> None:
     options: dict[str, Any] = {"factor": 0.3, "min_lr": 5e-4, "patience": 1, "threshold": 0.9, "cooldown": 1}

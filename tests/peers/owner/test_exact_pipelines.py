@@ -240,20 +240,20 @@ def test_devices_may_share_the_samples_of_a_fine_tune_whose_batch_norms_are_froz
     assert why_not_shared(job, capture(job)) == ""
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("lora", {}),  # frozen weights
         ("moe", {}),  # an expert that nobody chose has no gradient in some micro-batches
         ("char_gpt", {"precision": "bf16", "clip_norm": 0.05}),
-        pytest.param("unet", {}, marks=pytest.mark.slow),
-        pytest.param("lstm", {}, marks=pytest.mark.slow),
-        pytest.param("shared_layer", {}, marks=pytest.mark.slow),
-        pytest.param("llama", {"precision": "bf16"}, marks=pytest.mark.slow),
-        pytest.param("many", {}, marks=pytest.mark.slow),
-        pytest.param("fno", {}, marks=pytest.mark.slow),
-        pytest.param("t5", {}, marks=pytest.mark.slow),
+        ("unet", {}),
+        ("lstm", {}),
+        ("shared_layer", {}),
+        ("llama", {"precision": "bf16"}),
+        ("many", {}),
+        ("fno", {}),
+        ("t5", {}),
     ],
 )
 async def test_models_whose_gradients_are_odd(name: str, options: dict[str, Any]) -> None:

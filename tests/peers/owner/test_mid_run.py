@@ -20,6 +20,7 @@ from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of, stage_
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
 
 
+@pytest.mark.slow
 async def test_a_break_keeps_the_weights_that_were_asked_for(tmp_path: Path) -> None:
     home = Home(tmp_path)
     async with a_mesh(home, 2) as (_, mesh):

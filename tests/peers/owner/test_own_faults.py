@@ -326,7 +326,7 @@ def test_a_device_that_hung_is_not_tried_again_while_others_are_there(
     assert not plans[2] & {*hung}
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("planning", [(Training, "_plan"), (asking, "request_plan"), (Recovery, "see")])
 def test_a_peer_that_has_gone_since_it_was_planned_with_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planning: tuple[Any, str]

@@ -225,12 +225,14 @@ class Unseeded(IterableDataset[Any]):
             yield sample_of(self.chance.randrange(1000))
 
 
+@pytest.mark.slow
 async def test_a_stream_goes_on_with_the_same_samples_when_a_member_is_lost(tmp_path: Path) -> None:
     result = await struck(job_of(data=Counted(100)), Home(tmp_path))
     assert_is(result, job_of(data=Counted(100)))
     assert not (Home(tmp_path).run("last").folder / FED).exists()
 
 
+@pytest.mark.slow
 async def test_a_stream_that_is_never_the_same_is_fed_again_as_it_was(tmp_path: Path) -> None:
     """What a step is told of twice is compared, so a sample that differed would end the run."""
     result = await struck(job_of(data=Unseeded(), checkpoint_every=STEPS), Home(tmp_path))

@@ -175,6 +175,7 @@ def test_a_standby_goes_on_with_a_run_whose_owner_dies(tmp_path: Path, blow: Any
     assert [line["step"] for line in kept.reports()] == list(range(STEPS))
 
 
+@pytest.mark.slow
 def test_a_standby_that_comes_after_the_owner_has_died_goes_on_from_the_journal_that_peers_keep(tmp_path: Path) -> None:
     story = Story(tmp_path, killed)
     with quiet(), quick_planning():
@@ -317,6 +318,7 @@ class EndsUnheard(Story):
         self.storm.here.crash("chief")
 
 
+@pytest.mark.slow
 def test_a_standby_hears_from_peers_that_the_run_is_over(tmp_path: Path) -> None:
     story = EndsUnheard(tmp_path, cut_off_from_the_standby)
     with quiet(), quick_planning():

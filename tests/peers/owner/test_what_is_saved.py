@@ -98,6 +98,7 @@ async def test_who_is_lost_when_all_is_on_the_disk_takes_no_weights_along(
         assert torch.equal(result.ema[name], tensor), name
 
 
+@pytest.mark.slow
 async def test_a_checkpoint_that_outlives_its_epoch_while_it_is_completed_is_told_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

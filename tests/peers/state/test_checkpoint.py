@@ -262,6 +262,7 @@ async def test_a_loss_that_differs_when_computed_again_ends_the_run(tmp_path: Pa
         await run(job_of(), home, 2, captured=captured_job(), resume=f"{cut.id}@3")
 
 
+@pytest.mark.slow
 async def test_a_wrong_run_another_job_or_a_damaged_file_is_one_clear_error(tmp_path: Path) -> None:
     home = Home(tmp_path)
     cut = await crashed(job_of(), home, captured=captured_job(), until=7)

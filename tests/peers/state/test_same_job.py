@@ -279,7 +279,7 @@ async def test_a_run_goes_on_with_its_own_samples_alone(tmp_path: Path) -> None:
     assert await trained(home, drawn(1), resume="last") == await trained(Home(tmp_path / "whole"), drawn(1))
 
 
-@pytest.mark.cases(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [Again, Noisy])
 async def test_a_run_whose_samples_are_drawn_at_each_read_goes_on(tmp_path: Path, data: Callable[[], Any]) -> None:
     """Where they are others at each read, the run keeps what it feeds; else every read draws the same."""

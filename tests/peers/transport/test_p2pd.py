@@ -66,6 +66,7 @@ async def test_it_is_the_peer_of_its_identity_and_leaves_nothing_behind(tmp_path
         _ = a.p2p
 
 
+@pytest.mark.slow
 async def test_a_killed_p2pd_comes_back_as_the_same_peer_on_the_same_port(tmp_path: Path) -> None:
     restarted: asyncio.Queue[str] = asyncio.Queue()
 

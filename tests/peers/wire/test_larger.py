@@ -75,17 +75,17 @@ def of_zoo(name: str) -> Callable[[], nn.Module]:
     return factory
 
 
-@pytest.mark.cases(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "precision", "stages"),
     [
         ("plain", "fp32", 3),
-        pytest.param("plain", "bf16", 2, marks=pytest.mark.slow),
+        ("plain", "bf16", 2),
         ("gpt2", "fp32", 3),
         ("gpt2", "bf16", 3),
         ("lora", "fp32", 3),
-        pytest.param("llama", "bf16", 2, marks=pytest.mark.slow),
-        pytest.param("cnn", "fp32", 3, marks=pytest.mark.slow),
+        ("llama", "bf16", 2),
+        ("cnn", "fp32", 3),
     ],
 )
 async def test_a_model_built_by_its_members_equals_the_plain_loop(

@@ -23,6 +23,7 @@ from tests.rig.targets import offered
 REFUSALS = (ProtocolError, PlanError, UsageError)
 
 
+@pytest.mark.slow
 def test_each_field_of_an_offer_is_checked() -> None:
     """A plan's own reader has defaults, and knows an optimizer's options; programs are tried in tests/capture."""
     offer, frame = offered()
