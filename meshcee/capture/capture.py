@@ -330,9 +330,7 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
                 with evaluated.looked_at():
                     eval_wrap = _WithLoss(model, job, example, evaluate=True)
                     eval_wrap.rebound = train_wrap.rebound
-                    with contextlib.suppress(
-                        Exception
-                    ):  # torch and the user's code raise what they like; export says more
+                    with contextlib.suppress(Exception):  # whatever the user's code raises: export says more
                         looked_at = _WithLoss(model, job, example, evaluate=True)
                         eval_wrap.rebound = _watch(looked_at, job, example, names).assigned()
                     evaluation = _overlay(_export(eval_wrap, example, names, varying, most), program)

@@ -62,6 +62,8 @@ class Evaluated:
         """Inside: CaptureError where `forward`, which gives the loss and the outputs, gives other numbers than the program."""
         if not self._is_looked_at:
             return
+        stage = program.slice(0, program.num_blocks)
+        graph, raw = stage.build(), [inputs[value.name] for value in stage.raw_inputs]
         for times in (1.0, OTHER):
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 for parameter in self._model.parameters():
@@ -72,28 +74,16 @@ class Evaluated:
                 torch.manual_seed(_SEED)
                 try:
                     expected = forward()
-                except Exception:  # the user's own, of these numbers
+                except Exception:  # the user's own, of these numbers: there is nothing to hold the graph against
                     return
                 torch.manual_seed(_SEED)
                 state = {names[path]: tensor.detach().clone() for path, tensor in entries(self._model)}
-                found = _computed(program, state, inputs)
+                found = graph(*raw, *(state[name] for name in (*stage.parameters, *stage.buffers)))
             if not all(map(_is_near, expected, found)):
                 raise CaptureError(
                     "the model in eval mode under torch.no_grad() gives other numbers than its graph: it asks for gradients, keeps "
                     "something in Python, or folds weights in train(); write it alike for both, or leave eval_data out"
                 )
-
-
-def _computed(program: Program, state: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> list[Any]:
-    values: dict[int, Any] = {}
-    for number, entry in enumerate(program.inputs):
-        if entry.kind == "raw":
-            values[number] = inputs[entry.name]
-        else:
-            values[number] = state[entry.name] if entry.data is None else entry.laid_out(entry.data)
-    for node in program.nodes:
-        values[len(values)] = node.run(values, torch.device("cpu"))
-    return [values[number] for number in program.outputs]
 
 
 def _is_near(expected: Any, found: Any) -> bool:

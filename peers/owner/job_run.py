@@ -206,7 +206,8 @@ class Training:
             self._ended("stopped" if self.result.stopped else "done")
         except MeshceeError as error:
             if isinstance(error, UsageError) and self._diary is not None and self.result.losses:
-                error.args = (f"{error}; once it is mended: `meshcee train JOB.py --resume {self._diary.run.id}`",)
+                how = f"once it is mended: `meshcee train JOB.py --resume {self._diary.run.id}`"
+                error.args = (f"{error}; {how}", *error.args[1:])
             self._ended("failed", error=str(error))
             failure = error
             with contextlib.suppress(MeshceeError):  # what ended the run first is what counts

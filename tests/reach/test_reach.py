@@ -166,15 +166,17 @@ class Net(nn.Module):
         return y
 
 
-def net_of(code: Callable[..., Any], *, is_loss: bool) -> tuple[nn.Module, Callable[..., Any]]:
-    return (nn.Linear(2, 2), code) if is_loss else (Net(code), nn.functional.mse_loss)
-
-
-@pytest.mark.parametrize("is_loss", [True, False], ids=["the loss", "forward"])
-@pytest.mark.parametrize("kind", STATES)
-def test_what_a_call_keeps_is_seen_and_put_back(kind: str, is_loss: bool) -> None:
+@pytest.fixture(params=["the loss", "forward"])
+def begun(kind: str, request: pytest.FixtureRequest) -> tuple[nn.Module, Callable[..., Any], Write, Read]:
+    """A model and a loss, one of which has a state within reach; what changes it, what it is."""
     code, write, read = STATES[kind]()
-    model, loss = net_of(code, is_loss=is_loss)
+    model, loss = (nn.Linear(2, 2), code) if request.param == "the loss" else (Net(code), nn.functional.mse_loss)
+    return model, loss, write, read
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_what_a_call_keeps_is_seen_and_put_back(kind: str, begun: Any) -> None:
+    model, loss, write, read = begun
     before, was = Remembered(model, loss), read()
     assert not before.changed(Remembered(model, loss, keeps=False))
     write()
@@ -185,11 +187,9 @@ def test_what_a_call_keeps_is_seen_and_put_back(kind: str, is_loss: bool) -> Non
     assert read() == was
 
 
-@pytest.mark.parametrize("is_loss", [True, False], ids=["the loss", "forward"])
 @pytest.mark.parametrize("kind", STATES)
-def test_what_a_pass_keeps_is_seen_by_check_and_put_back(kind: str, is_loss: bool) -> None:
-    code, write, read = STATES[kind]()
-    model, loss = net_of(code, is_loss=is_loss)
+def test_what_a_pass_keeps_is_seen_by_check_and_put_back(kind: str, begun: Any) -> None:
+    model, loss, write, read = begun
     watch, was = Watch(model, loss), read()
     before = watch.look()
     write()
