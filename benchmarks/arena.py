@@ -29,7 +29,7 @@ from benchmarks.disks import SmallDisk
 from benchmarks.lab import Lab
 from benchmarks.wires import Wires
 from meshcee.files.home import Home, Run
-from peers.cli.local import Children
+from peers.cli.children import Children
 from peers.device.emulation.pace import HANG_FILE
 
 __all__ = ["Arena"]
@@ -78,9 +78,7 @@ class ArenaChildren(Children):
     def listen(self, name: str) -> str:
         return super().listen(name) if self._lab is None else f"{self._lab.addresses[name]}:0"
 
-    async def spawn(
-        self, name: str, command: Sequence[str], *, env: Mapping[str, str], **options: Any
-    ) -> asyncio.subprocess.Process:
+    async def spawn(self, name: str, command: Sequence[str], *, env: Mapping[str, str], stderr: int) -> Any:
         env = {key: value for key, value in env.items() if key != "MESHCEE_DEVICE_PROCESS"}  # as strangers' peers
         if self._paced and name not in (OWNER, HEIR):
             command = [*command, "--pace-gflops", str(PACE_GFLOPS)]
@@ -89,8 +87,10 @@ class ArenaChildren(Children):
             set_clock(self.clock_file(name), 0.0)
             python, module, _, *arguments = command
             command = [python, module, "benchmarks.astray", str(self.clock_file(name)), *arguments]
-        start = super().spawn if self._lab is None else self._lab.run
-        return await start(name, command, env=env, **options)
+        if self._lab is None:
+            return await super().spawn(name, command, env=env, stderr=stderr)
+        pipe = asyncio.subprocess.PIPE
+        return await self._lab.run(name, command, env=env, stdout=pipe, stderr=stderr, start_new_session=True)
 
 
 @dataclass

@@ -29,7 +29,7 @@ from benchmarks.ui import Mesh as Shown
 from benchmarks.ui import a_run, line
 from meshcee.capture import capture
 from meshcee.files import Home
-from peers.cli.local import Children
+from peers.cli.children import Children
 from peers.cli.session import configure_logging, load_job
 from peers.cli.ui.server import Site, serving
 from peers.cli.ui.sources import MeshSource

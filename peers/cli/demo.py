@@ -22,7 +22,7 @@ from meshcee.capture import capture
 from meshcee.errors import MeshceeError
 from meshcee.files import Home, dumps, loads
 from meshcee.job import Job
-from peers.cli.local import Children
+from peers.cli.children import Children
 from peers.cli.session import Screen, configure_logging, load_job, run_async
 from peers.cli.ui.watching import needs_ui, page_of
 from peers.cli.view import View, view_for
@@ -73,10 +73,9 @@ async def _demo(
 ) -> bool:
     console.print(f"meshcee demo: {count} peer processes on this machine train a character GPT on the Python")
     console.print("standard library's source text; the owner feeds samples and computes nothing.\n")
-    captured = capture(job)
     training_s = 0.0
     async with Children(folder / "home") as children:
-        token = await children.start_peers(count, threads=1)
+        captured, token = await asyncio.gather(asyncio.to_thread(capture, job), children.start_peers(count, threads=1))
         home = Home(folder / "home")
         async with (
             join(JoinOptions(token=token, name="owner"), home) as mesh,

@@ -14,13 +14,13 @@ import structlog
 
 from meshcee.errors import JoinError, NotPermittedError, PeerLostError, UsageError
 from meshcee.files import Home, dumps
+from peers.cli.children import die_with_parent
 from peers.cli.joining.joined import look
 from peers.cli.joining.lines import keep_line, limits, line_file
 from peers.cli.joining.notice import find, heeded
 from peers.cli.joining.owner_use import Machine
 from peers.cli.joining.staying import Stay, Watch
 from peers.cli.joining.yielding import Hours, Rule
-from peers.cli.local import die_with_parent
 from peers.cli.meters import Meters, address_of, metered
 from peers.cli.session import Screen, configure_logging, parse_bytes, printable, run_async
 from peers.cli.settings.options import Lent

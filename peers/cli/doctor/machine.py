@@ -340,6 +340,13 @@ def _pass(file: Path, founder: str) -> Pass:
 # -- processes
 
 
+HELPERS = {  # what runs our modules, as `own_python` starts them
+    "peers.device.worker.child": "graph checker",
+    "peers.node.device_process": "device",
+    "peers.cli.children.source": "peer of `meshcee local` or `demo`",
+}
+
+
 class Row(NamedTuple):
     """A process of this user."""
 
@@ -371,7 +378,7 @@ def _process(row: Row, parent: Row | None) -> Process | None:
     for place, argument in enumerate(arguments):
         if argument.endswith("p2p/launcher.py"):
             return Process(row.pid, "launcher", _argument(arguments, place + 2) not in ("", str(row.parent)))
-        for module, what in (("peers.device.worker.child", "graph checker"), ("peers.node.device_process", "device")):
+        for module, what in HELPERS.items():
             if f"from {module}" in argument:
                 is_copy = parent is not None and parent.command == row.command
                 named = _argument(arguments, place + 2)

@@ -4,6 +4,6 @@ A peer of a real mesh keeps one such process ready. What crashes, hangs or grows
 lives on. Linux only; elsewhere, and for peers in one process, `peers.device.Graphs` checks in the peer's own.
 """
 
-from peers.device.worker.workers import Workers
+from peers.device.worker.workers import Workers, launch, read_exactly
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "launch", "read_exactly"]

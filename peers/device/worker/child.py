@@ -12,7 +12,7 @@ import os
 import socket
 import struct
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,36 +21,67 @@ from meshcee.errors import GraphError, ProtocolError
 from peers.device.worker.confine import confine, die_with, limit_cpu
 from peers.device.worker.packets import LENGTH, MOST_TEXT, Task, Verdict, length_of, message, opened, understood
 
-__all__ = ["NUMBER", "main"]
+__all__ = ["MEMORY", "NUMBER", "exactly", "fork_source", "forked", "main"]
 
 NUMBER = struct.Struct("=i")  # a process id, or how it has ended
+MEMORY = struct.Struct("=q")  # bytes that a check may take
 
 
 def main() -> None:
-    """Arguments: the parent's process id, the socket's descriptor, bytes that a check may take, the module that checks."""
-    parent, handle, memory_bytes = map(int, sys.argv[1:4])
+    """Arguments: the parent's process id, the socket's descriptor, the module that checks."""
+    parent, handle = map(int, sys.argv[1:3])
     die_with(parent)
     torch.set_num_threads(1)  # no other thread: a copy of this process has only the one that copies
-    work = importlib.import_module(sys.argv[4])
+    work = importlib.import_module(sys.argv[3])
     work.prepare()
+    _make_workers(work, socket.socket(fileno=handle))
+
+
+# Of sources that are copies of this process: the number of each and the socket to ask it by.
+forked: list[tuple[int, socket.socket]] = []
+
+
+def fork_source(work: Any, other: socket.socket) -> None:
+    """The source of this process's workers is a copy of it, which closes this socket of another use.
+
+    For a process that has one thread and has prepared `work`, the module that checks, and that has not yet read any secret.
+    """
     here = os.getpid()
-    with socket.socket(fileno=handle) as control:
-        while True:
-            asked, handles, _, _ = socket.recv_fds(control, 1, 1)
-            if not asked or len(handles) != 1:
-                os._exit(0)  # the peer has gone
-            pid = os.fork()
-            if not pid:
-                die_with(here)
-                control.close()
-                _serve(work, handles[0], memory_bytes)
-            os.close(handles[0])
-            control.sendall(NUMBER.pack(pid))
-            _, status = os.waitpid(pid, 0)
-            control.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if not pid:
+        die_with(here)
+        ours.close()
+        other.close()
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for standard in range(3):
+            os.dup2(null, standard)
+        os.close(null)
+        _make_workers(work, theirs)
+    theirs.close()
+    forked.append((pid, ours))
 
 
-def _serve(work: Any, handle: int, memory_bytes: int) -> None:
+def _make_workers(work: Any, control: socket.socket) -> NoReturn:
+    """One for each descriptor that comes, until the peer goes. `work` is the module that checks; it is prepared."""
+    here = os.getpid()
+    while True:
+        asked, handles, _, _ = socket.recv_fds(control, MEMORY.size, 1)
+        if len(asked) != MEMORY.size or len(handles) != 1:
+            os._exit(0)  # the peer has gone
+        pid = os.fork()
+        if not pid:
+            die_with(here)
+            control.close()
+            _serve(work, handles[0], *MEMORY.unpack(asked))
+        os.close(handles[0])
+        control.sendall(NUMBER.pack(pid))
+        _, status = os.waitpid(pid, 0)
+        control.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+
+
+def _serve(work: Any, handle: int, memory_bytes: int) -> NoReturn:
     try:
         with socket.socket(fileno=handle) as channel:
             channel.sendall(message(confine(memory_bytes)))
@@ -66,8 +97,8 @@ def _serve(work: Any, handle: int, memory_bytes: int) -> None:
 def _task(channel: socket.socket) -> tuple[list[memoryview], Task]:
     """Ends this process when the peer has gone or sends something else."""
     prefix, handles, _, _ = socket.recv_fds(channel, LENGTH.size, 1)
-    prefix += _exactly(channel, LENGTH.size - len(prefix))
-    task = understood(_exactly(channel, length_of(prefix)), Task)
+    prefix += exactly(channel, LENGTH.size - len(prefix))
+    task = understood(exactly(channel, length_of(prefix)), Task)
     if len(handles) != 1:
         raise ProtocolError("a task came without the graphs")
     graphs = opened(handles[0], task.sizes)
@@ -75,7 +106,8 @@ def _task(channel: socket.socket) -> tuple[list[memoryview], Task]:
     return graphs, task
 
 
-def _exactly(channel: socket.socket, count: int) -> bytes:
+def exactly(channel: socket.socket, count: int) -> bytes:
+    """So many bytes. This process ends where they do not come: nobody is there who could want more of it."""
     found = b""
     while len(found) < count:
         more = channel.recv(count - len(found))

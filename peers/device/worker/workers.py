@@ -27,10 +27,10 @@ from meshcee.errors import GraphError, PlanError, ProtocolError
 from meshcee.fields import refuse_unprintable
 from peers.device.graphs import Graphs
 from peers.device.this_host import own_python
-from peers.device.worker.child import NUMBER
+from peers.device.worker.child import MEMORY, NUMBER, forked
 from peers.device.worker.packets import LENGTH, Confinement, Task, Verdict, length_of, message, sealed, understood
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "launch", "read_exactly"]
 
 log = structlog.get_logger()
 
@@ -41,6 +41,7 @@ SINGLE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THRE
 }
 CPU_S_PER_BYTE = 20e-6  # beside Limits.check_s: a large model's graph takes seconds on a slow machine
 PATIENCE = 3  # times its CPU seconds is what a check may take while others use the cores
+CHECKING = "peers.device.worker.checking"
 MOST_PASSED = 64  # graphs
 MOST_SAID_BYTES = 4096
 
@@ -72,10 +73,34 @@ def launch(
         )
 
 
+class _Forked:
+    """A source of workers that is a copy of this process, with what is asked of a `Popen`."""
+
+    stderr = None
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        if self._status is None and os.waitpid(self.pid, os.WNOHANG)[0]:
+            self._status = 0
+        return self._status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        if self._status is None:
+            os.waitpid(self.pid, 0)
+            self._status = 0
+
+
 class Workers(Graphs):
     """Lifetime is `async with`. `work` names the module that checks: tests have another."""
 
-    def __init__(self, limits: Limits, timeouts: Timeouts, work: str = "peers.device.worker.checking") -> None:
+    def __init__(self, limits: Limits, timeouts: Timeouts, work: str = CHECKING) -> None:
         super().__init__(limits)
         self.guards = ()
         self.confinement: Confinement | None = None  # of the newest
@@ -211,16 +236,21 @@ class _Source:
     """The process that workers are copies of, one at a time. It ends with `end`, or with this process."""
 
     def __init__(self, work: str, memory_bytes: int) -> None:
-        self._control, theirs = socket.socketpair()
-        self._control.setblocking(False)
+        self._asked = MEMORY.pack(memory_bytes)
         self._unheard = 0  # workers whose end it tells of, or will
-        env = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | SINGLE
-        told = (str(memory_bytes), work)
-        try:
-            self._process = launch("peers.device.worker.child", theirs, *told, env=env, cwd="/")
-        except BaseException:
-            self._control.close()
-            raise
+        self._process: subprocess.Popen[bytes] | _Forked
+        if work == CHECKING and forked:
+            pid, self._control = forked.pop()
+            self._process = _Forked(pid)
+        else:
+            env = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | SINGLE
+            self._control, theirs = socket.socketpair()
+            try:
+                self._process = launch("peers.device.worker.child", theirs, work, env=env, cwd="/")
+            except BaseException:
+                self._control.close()
+                raise
+        self._control.setblocking(False)
 
     @property
     def lives(self) -> bool:
@@ -233,8 +263,8 @@ class _Source:
         try:
             while self._unheard:  # whoever waited for that was cancelled
                 await self.ended()
-            socket.send_fds(self._control, [b"\0"], [theirs.fileno()])
-            (pid,) = NUMBER.unpack(await _exactly(self._control, NUMBER.size))
+            socket.send_fds(self._control, [self._asked], [theirs.fileno()])
+            (pid,) = NUMBER.unpack(await read_exactly(self._control, NUMBER.size))
             self._unheard += 1
             return _Worker(self, pid, ours)
         except BaseException:
@@ -246,7 +276,7 @@ class _Source:
     async def ended(self) -> int:
         """How the worker has ended that was made last, as `Popen.returncode` says it."""
         try:
-            (code,) = NUMBER.unpack(await _exactly(self._control, NUMBER.size))
+            (code,) = NUMBER.unpack(await read_exactly(self._control, NUMBER.size))
         except EOFError:
             self._unheard = 0
             return -signal.SIGKILL
@@ -255,8 +285,8 @@ class _Source:
 
     def is_ready(self) -> None:
         """A worker came to be: what is written from now on may be of somebody else's making."""
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+        if self._process.stderr is not None:
+            self._process.stderr.close()
 
     def said(self) -> str:
         """The last line of what it has written before a worker was ready."""
@@ -332,10 +362,10 @@ class _Worker:
         return self._how
 
     async def _message(self) -> bytes:
-        return await _exactly(self._channel, length_of(await _exactly(self._channel, LENGTH.size)))
+        return await read_exactly(self._channel, length_of(await read_exactly(self._channel, LENGTH.size)))
 
 
-async def _exactly(channel: socket.socket, count: int) -> bytes:
+async def read_exactly(channel: socket.socket, count: int) -> bytes:
     found = b""
     while len(found) < count:
         try:

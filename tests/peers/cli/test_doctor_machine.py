@@ -46,10 +46,13 @@ def test_a_helper_under_another_parent_is_an_orphan() -> None:
         helper(18, 1, "peers.device.worker.child", 99),
         helper(19, 1, "peers.node.device_process.program", 99),
         machine.Row(20, 1, ["vim", "meshcee.md"]),
+        helper(21, 10, "peers.cli.children.source", 10),
+        helper(22, 21, "peers.cli.children.source", 10),  # a peer, which is a copy of 21
+        helper(23, 22, "peers.cli.children.source", 10),  # and its source of graph checkers
         machine.Row(9, 1, ["python", "/x/bin/meshcee", "peer", "logs", "--follow"]),
     ]
     found = machine.processes_of(rows)
-    assert {p.pid for p in found} == set(range(9, 20))
+    assert {p.pid for p in found} == {*range(9, 20), 21, 22, 23}
     assert [p.what for p in found if p.pid == 9] == ["meshcee peer logs"]
     assert {p.pid for p in found if p.orphan} == {16, 17, 18, 19}
     assert found[0].what == "meshcee peer"

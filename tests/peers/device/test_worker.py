@@ -59,9 +59,7 @@ async def workers(work: str = HOSTILE, limits: Limits = LIMITS) -> AsyncIterator
 async def ready(found: Workers) -> int:
     """The process id of the one that waits for a task."""
     await found.get_ready()
-    [source] = (
-        child for child in psutil.Process().children() if HOSTILE in child.cmdline() or CHECKING in child.cmdline()
-    )
+    [source] = (child for child in psutil.Process().children() if child.cmdline()[-1] in (HOSTILE, CHECKING))
     [worker] = source.children()
     return worker.pid
 
