@@ -35,6 +35,7 @@ from meshcee.capture.export import (
     named_cuts,
     peers_default,
     positions,
+    refuse_aliases,
     refuse_functions,
     refuse_idle,
     refuse_modules,
@@ -49,6 +50,7 @@ from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.capture.outputs import no_loss, put_together, taken_apart
 from meshcee.capture.trial import as_trained, example_of, own_sizes, refuse_dtypes, refuse_failing, refuse_types
+from meshcee.capture.unread import ask_others, unread
 from meshcee.config import Limits
 from meshcee.eager import HALVES, entries, in_full, put_others
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
@@ -295,13 +297,15 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
         from meshcee.capture.recipes import from_checkpoint
 
         state = from_checkpoint(Checkpoint.at(job.weights), {n: names[n] for n in persistent}, layout, state)
-    samples = [sample for sample, _ in probes(job, _PROBED)]
-    probed = [inputs_of_one(job, sample) for sample in samples]
+    with unread(job.model):
+        samples = [sample for sample, _ in probes(job, _PROBED)]
+        probed = [inputs_of_one(job, sample) for sample in samples]
     refuse_dtypes(probed[0])
     varying = data_rules.varying(probed)
     # What blocks cost is priced by the example: of several sizes the largest, since memory must hold it.
     sizes = [sum(tensor.numel() for tensor in inputs.values()) for inputs in probed]
     example = example_of(job, samples[sizes.index(max(sizes)) if varying else 0])
+    ask_others(job, example[1])
     if clash := min(data_rules.inputs_of(example).keys() & layout.keys(), default=None):
         raise CaptureError(
             f"{clash!r} of the model has the name of an input, as x and y are what data gives: rename {clash.split('.')[0]!r} in "
@@ -321,8 +325,11 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
             program, analysis = _cut(exported, job.cuts)
             before.put_back()
             _accepted(program)
+            changed = {x.name for x in program.inputs if x.trainable or x.mutated}
+            own = [(n, t) for n, t in (*tensors.items(), *(recorder.views if recorder else ())) if n in changed]
+            refuse_aliases(exported.constants, own)
             watch(program)
-            refuse_overlaps(tensors, {x.name for x in program.inputs if x.trainable or x.mutated})
+            refuse_overlaps(tensors, changed)
             evaluation: Program | None = None
             form: Any = None
             if evaluate if evaluate is not None else job.eval_data is not None:
@@ -333,7 +340,9 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
                     with contextlib.suppress(Exception):  # whatever the user's code raises: export says more
                         looked_at = _WithLoss(model, job, example, evaluate=True)
                         eval_wrap.rebound = _watch(looked_at, job, example, names).assigned()
-                    evaluation = _overlay(_export(eval_wrap, example, names, varying, most), program)
+                    exported = _export(eval_wrap, example, names, varying, most)
+                    evaluation = _overlay(exported, program)
+                    refuse_aliases(exported.constants, own)
                     _accepted(evaluation)
                     form, inputs = eval_wrap.seen.form, data_rules.inputs_of(example)
                     evaluated.compare(lambda: eval_wrap(*inputs.values()), evaluation, inputs, names)

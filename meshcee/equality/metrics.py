@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from meshcee.capture import Capture
+from meshcee.capture.unread import unread
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.sampling import NO_STEP, batch_of, generators_put_back
@@ -29,7 +30,7 @@ _OF_VALUES = (ArithmeticError, ValueError)
 def try_data(job: Job, captured: Capture, size: int) -> None:
     """Raises UsageError where a micro-batch of `eval_data` is none that the graph holds for: the first, the last, some between."""
     last, until_s = (len(job.eval_data) - 1) // size, time.monotonic() + LOOK_S
-    with generators_put_back():
+    with generators_put_back(), unread(job.model):
         for micro in dict.fromkeys((0, last, *(k * last // LOOKED_AT for k in range(LOOKED_AT)))):
             if micro not in (0, last) and time.monotonic() > until_s:
                 return
@@ -50,7 +51,8 @@ def try_metrics(job: Job, captured: Capture, size: int, say: Callable[[str], Non
         batch = _batch(job, size, 0)
         _, output = Chain(job, captured, 1).evaluate(batch)
         for name, metric in job.metrics.items():
-            _try(name, metric, output, batch[1], say)
+            with unread(job.model):
+                _try(name, metric, output, batch[1], say)
 
 
 def _try(name: str, metric: Callable[[Any, Any], float], output: Any, target: Any, say: Callable[[str], None]) -> None:

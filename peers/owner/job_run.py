@@ -431,7 +431,7 @@ class Training:
                     return moves.Better(None)
                 return moves.Better(proposed(Planned(faster, self._agent.newest_term, self.result.notes)))
             case moves.Tell():
-                calls = self._saved(), self._steering.listeners.step(report)
+                calls = self._saved(), self._steering.step(report)
                 hear = [partial(self._listen, once(call), self.owner) for call in calls if call is not None]
                 await self._telling.tell(report, *hear, partial(self._write, report))
         return None

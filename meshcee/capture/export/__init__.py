@@ -12,7 +12,7 @@ from meshcee.capture.export.settings import peers_default, refuse_settings
 from meshcee.capture.export.sizes import sizes_that_vary
 from meshcee.capture.export.unchanged import Unchanged
 from meshcee.capture.export.watch import Watch, keeping
-from meshcee.capture.export.writes import refuse_overlaps, refuse_shared, settled
+from meshcee.capture.export.writes import refuse_aliases, refuse_overlaps, refuse_shared, settled
 
 __all__ = [
     "EXAMPLES",
@@ -29,6 +29,7 @@ __all__ = [
     "named_cuts",
     "peers_default",
     "positions",
+    "refuse_aliases",
     "refuse_functions",
     "refuse_idle",
     "refuse_modules",

@@ -76,6 +76,7 @@ class Exported:
     inputs: list[Input]
     nodes: list[Node]
     outputs: list[int]
+    constants: list[tuple[torch.Tensor, str]]  # the user's own tensors among the inputs, and where each is used
 
 
 def export_module(
@@ -112,6 +113,7 @@ class _Flattener:
         self.name_of = name_of
         self.numbers: dict[Any, Any] = {}
         self.inputs: list[Input] = []
+        self.constants: list[tuple[torch.Tensor, str]] = []
         self.nodes: list[Node] = []
         self.by_name: dict[str, int] = {}
         self.batch_symbol: Any = None
@@ -142,7 +144,7 @@ class _Flattener:
         ]
         if not all(isinstance(o, Ref) for o in outputs):
             raise CaptureError("an output of the model does not depend on its inputs; return tensors made from them")
-        return _canonical(Exported(self.inputs, self.nodes, [o.index for o in outputs]))
+        return _canonical(Exported(self.inputs, self.nodes, [o.index for o in outputs], self.constants))
 
     def _input(self, placeholder: Any, spec: Any, raw_of: Mapping[str, str]) -> None:
         kind = spec.kind.name
@@ -168,7 +170,9 @@ class _Flattener:
             made = Input(kind.lower(), value, trainable, persistent=persistent, strides=strides, offset=offset)
             self.by_name[name] = len(self.inputs)
         elif kind == "CONSTANT_TENSOR":
-            given = self.exported.constants[spec.target].detach().resolve_conj().resolve_neg()
+            given = self.exported.constants[spec.target].detach()
+            self.constants += [(given, str(where(user))) for user in list(placeholder.users)[:1]]
+            given = given.resolve_conj().resolve_neg()
             value = self._value(given, f"c{len(self.inputs)}")
             made = Input("constant", value, data=given.contiguous(), strides=_strides(given), offset=offset_of(given))
         elif kind == "CUSTOM_OBJ":
@@ -450,7 +454,7 @@ def _canonical(exported: Exported) -> Exported:
         kwargs = {k: _renumbered(v, renumber) for k, v in node.kwargs.items()}
         value = dataclasses.replace(node.value, name=f"n{len(new_nodes)}")
         new_nodes.append(dataclasses.replace(node, args=args, kwargs=kwargs, value=value))
-    return Exported(new_inputs, new_nodes, [renumber[o] for o in exported.outputs])
+    return Exported(new_inputs, new_nodes, [renumber[o] for o in exported.outputs], exported.constants)
 
 
 def _renumbered(argument: Any, renumber: Mapping[int, int]) -> Any:

@@ -7,8 +7,10 @@ would go on with it, so a run ends there and says what was changed.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import structlog
 import torch
 from torch import nn
@@ -24,7 +26,8 @@ __all__ = ["Unchanged"]
 log = structlog.get_logger()
 
 _MODE = "attribute 'training' of the model"
-_MOST_BYTES = 1 << 20  # of a tensor whose numbers are looked at
+_MOST_BYTES = 1 << 20  # of a tensor whose numbers are all looked at
+_SOME = 256  # numbers of a larger one, and of a weight
 
 
 class Unchanged:
@@ -60,9 +63,8 @@ class Unchanged:
         return [name for name, version in now.items() if version != self._versions.get(name)]
 
     def _weights(self) -> dict[str, Any]:
-        return {
-            name: (p._version, p.data_ptr()) for name, p in self._model.named_parameters() if p.device.type != "meta"
-        }
+        own = self._model.named_parameters()
+        return {name: (p._version, p.data_ptr(), _some(p)) for name, p in own if p.device.type != "meta"}
 
     def _seen(self) -> Remembered:
         seen = _WithNumbers(self._model, self._loss, keeps=False)
@@ -79,9 +81,30 @@ class _WithNumbers(Remembered):
     def _of_tensor(self, tensor: torch.Tensor) -> Any:
         return _numbers(tensor)
 
+    def _value(self, item: Any) -> Any:
+        if isinstance(item, np.ndarray) and item.nbytes >= self.most_bytes and not item.dtype.hasobject:
+            return item.shape, str(item.dtype), hash(item.take(_places(item.size).numpy()).tobytes())
+        return super()._value(item)
+
 
 def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A tensor's type and shape, and what is in it where that is fast to say."""
+    """A tensor's type and shape, and what is in it; of a large one some of it, and how often torch has written it."""
     looks = type(tensor) is torch.Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
-    held = hash(bytes(byte_view(tensor))) if looks and tensor.nbytes <= _MOST_BYTES else 0
+    if not looks:
+        held: Any = 0
+    elif tensor.nbytes <= _MOST_BYTES:
+        held = hash(bytes(byte_view(tensor)))
+    else:
+        held = tensor._version, _some(tensor)
     return str(tensor.dtype), tuple(tensor.shape), held
+
+
+def _some(tensor: torch.Tensor) -> int:
+    """Of numbers all over it; 0 of a kind that cannot be taken apart."""
+    with suppress(RuntimeError):
+        return hash(bytes(byte_view(tensor.detach().take(_places(tensor.numel())))))
+    return 0
+
+
+def _places(count: int) -> torch.Tensor:
+    return torch.linspace(0, max(count - 1, 0), min(_SOME, count)).long()

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import is_fake
 
 from meshcee.capture.export.flatten import Exported
 from meshcee.capture.graph import Analysis, Input, Node, Program, Ref, analyse, find_operator, unexpanded
 from meshcee.errors import CaptureError
 
-__all__ = ["is_copy", "refuse_overlaps", "refuse_shared", "settled"]
+__all__ = ["is_copy", "refuse_aliases", "refuse_overlaps", "refuse_shared", "settled"]
 
 
 def settled(exported: Exported, changed: Set[str] = frozenset()) -> tuple[list[Input], list[Node], list[int], Analysis]:
@@ -89,6 +90,22 @@ def refuse_overlaps(tensors: Mapping[str, torch.Tensor], written: Set[str]) -> N
                 raise CaptureError(
                     f"{name!r} shares memory with {'itself' if other == name else repr(other)}, and training changes it; "
                     "tie whole tensors, and write transposes, slices and expansions of them in forward"
+                )
+
+
+def refuse_aliases(constants: Iterable[tuple[torch.Tensor, str]], changed: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise CaptureError where a tensor that the graph holds as it is has memory of what training changes by name.
+
+    A view that was made outside of forward, as `self.w = self.head.weight.detach()`, follows the weight in a plain loop.
+    """
+    own = [(name, _place(tensor)) for name, tensor in changed if not is_fake(tensor) and tensor.device.type == "cpu"]
+    for constant, at in constants:
+        first, end = _place(constant)
+        for name, (own_first, own_end) in own:
+            if first < own_end and own_first < end:
+                raise CaptureError(
+                    f"the tensor that is used{at} shares memory with {name!r}, which training changes, and it is no parameter or "
+                    f"buffer itself: take it from {name!r} in forward, or in the loss, each time"
                 )
 
 

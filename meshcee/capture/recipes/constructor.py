@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshcee.capture.recipes.recipe import Call, Const, Recipe, View, covers, fresh
+from meshcee.eager import entries
 from meshcee.errors import CaptureError, MeshceeError, UsageError
 from meshcee.files import large_apart
 from meshcee.user_code import place_of
@@ -73,6 +74,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._cached: OrderedDict[int, None] = OrderedDict()  # slots, the least recently used first
         self._cached_bytes = 0
         self._limit_bytes = CACHE_BYTES
+        self.views: list[tuple[str, torch.Tensor]] = []  # of a parameter or buffer, outside of the module's own lists
 
     def slot_of(self, tensor: Any) -> int | None:
         """The large storage that this tensor stands for a view of."""
@@ -305,8 +307,12 @@ def construct(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, R
     recorder.finish()
     if not isinstance(module, nn.Module):
         raise UsageError("Job.model must be an nn.Module, or a function that returns one")
+    own = {slot: n for n, tensor in reversed(entries(module)) if (slot := recorder.slot_of(tensor)) is not None}
     for part in module.modules():  # tensors that are neither parameter nor buffer become constants of the graph
         for name, value in list(vars(part).items()):
-            if recorder.slot_of(value) is not None:
-                setattr(part, name, recorder.value(value))
+            if (slot := recorder.slot_of(value)) is not None:
+                made = recorder.value(value)
+                setattr(part, name, made)
+                if slot in own:
+                    recorder.views.append((own[slot], made))
     return module, recorder

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import structlog
 import torch
@@ -541,6 +542,12 @@ class Anneals(Callback):
             self.model.tau = 0.5
         elif self.what == "tensor":
             self.model.offset += 1
+        elif self.what == "large tensor":
+            self.model.bank.mul_(0.5)
+        elif self.what == "large tensor's data":
+            self.model.bank.data.mul_(0.5)
+        elif self.what == "large array":
+            self.model.table *= 0.5
         elif self.what == "buffer":
             self.model.scale.fill_(2.0)
         elif self.what == "thaw":
@@ -558,8 +565,10 @@ class Annealed(nn.Module):
         )
         self.register_buffer("scale", torch.ones(()))
         self.tau, self.offset, self.told = 1.0, torch.zeros(()), [0.0]
+        self.bank, self.table = torch.ones(300_000), np.ones(200_000)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.offset * self.bank.sum(), len(self.table)
         return self.last(self.norm(self.first(x))) * self.tau * self.scale + self.offset
 
 
@@ -567,6 +576,9 @@ CHANGED = {
     "closure": r"\[0\] of 'weight' in the closure of loss",
     "attribute": "attribute 'tau' of the model",
     "tensor": "attribute 'offset' of the model",
+    "large tensor": "attribute 'bank' of the model",
+    "large tensor's data": "attribute 'bank' of the model",
+    "large array": "attribute 'table' of the model",
     "buffer": "the buffer 'scale'",
     "thaw": "requires_grad of 'first.weight'",
     "freeze": "attribute 'training' of module 'norm'",
@@ -585,7 +597,8 @@ def test_what_the_graph_would_not_follow_ends_the_run(what: str) -> None:
         def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return nn.functional.cross_entropy(out, y) + weight[0] * out.pow(2).mean()
 
-        job = job_of(model=model, loss=loss, steps=3, eval_every=1, optimizer=Optimizer("SGD", lr=0.1))
+        steps = 2 if what == "attribute" else 3
+        job = job_of(model=model, loss=loss, steps=steps, eval_every=1, optimizer=Optimizer("SGD", lr=0.1))
         callbacks = [Anneals(what, model, weight)]
         if what == "nothing":
             assert len(meshcee.train(job, local=1, callbacks=callbacks).losses) == 3
@@ -640,14 +653,15 @@ def elsewhere(where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return job | of_job.get(where, {}), {"on_report": report}
 
 
-def test_weights_that_a_callback_writes_are_told_of_once() -> None:
+@pytest.mark.parametrize("through", ["itself", "data"])
+def test_weights_that_a_callback_writes_are_told_of_once(through: str) -> None:
     """As Lookahead or a clamp would in a plain loop: here the owner's model is not what peers train."""
     job = job_of(steps=6)
 
     def clamp(run: Any, report: Any) -> None:
         with torch.no_grad():
             for parameter in job.model.parameters():
-                parameter.clamp_(-0.1, 0.1)
+                (parameter if through == "itself" else parameter.data).clamp_(-0.1, 0.1)
 
     with structlog.testing.capture_logs() as lines:
         losses = meshcee.train(job, local=1, callbacks=[clamp]).losses
