@@ -30,7 +30,9 @@ class Event(StrEnum):
     UNFINISHED = "a run of this output_dir is unfinished: train(resume_from_checkpoint=True) goes on with it"
     GROUP_UNMET = "a pattern of the optimizer's groups= changes nothing"
     CODE_WARNS = "the job's code warns"
-    DROPOUT_IDLE = "the model is in train mode, and dropout inside of it is off: call model.train() if it is to be on"
+    DROPOUT_IDLE = (
+        "the model is in train mode, and dropout inside is off, as in a plain loop: call these modules' train() for it"
+    )
     ENDED_EARLY = "EarlyStop has ended this run: raise its patience or leave it out to train on"
     WEIGHTS_WRITTEN = (
         "weights of the model were written while the run goes on: peers train weights of their own, and what was written changes "

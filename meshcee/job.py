@@ -6,6 +6,8 @@ So the optimizer and the learning-rate schedule are given by name.
 
 from __future__ import annotations
 
+import difflib
+import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from numbers import Integral, Real
 from operator import add
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +27,8 @@ from meshcee.figures import MIXES
 from meshcee.optim import Optimizer, Schedule, plain_number
 
 __all__ = ["WEIGHS_NOTHING", "At", "Job", "check_is_job", "seed_of", "seeded", "shares_of"]
+
+T = TypeVar("T")
 
 WEIGHS_NOTHING = (
     "This micro-batch weighs 0, as all of its targets are ignored, and a mean over none is no number: have the loss divide by "
@@ -93,6 +97,46 @@ class At:
             raise UsageError(f"{found}: leave this out of a job whose data is At({self.where!r}, {self.name!r})")
 
 
+# What other libraries call something, and what it is here.
+ELSEWHERE = {
+    **dict.fromkeys(
+        ("epochs", "num_epochs", "num_train_epochs", "max_epochs"), "steps=epochs * len(data) // batch_size"
+    ),
+    **dict.fromkeys(("max_steps", "num_steps", "total_steps"), "steps="),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), 'optimizer=meshcee.Optimizer("AdamW", lr=3e-4)'),
+    **dict.fromkeys(
+        ("max_grad_norm", "gradient_clip_val", "clip_value", "grad_clip"), "clip_norm=1.0, of the global norm"
+    ),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "batch_size=64, micro_batch_size=8"),
+    **dict.fromkeys(("bf16", "fp16", "amp", "mixed_precision"), 'precision="bf16"'),
+    **dict.fromkeys(("callbacks", "local", "stages", "plan", "join"), "an option of meshcee.train(job, ...)"),
+    **dict.fromkeys(("device", "devices", "gpus"), "the peers': `meshcee peer --device`"),
+    **dict.fromkeys(("shuffle", "drop_last"), "sampler=, of indices in their order"),
+    "collate_fn": "collate=",
+    "num_workers": "workers=",
+    "scheduler": "schedule=",
+    "loss_fn": "loss=",
+    "dataset": "data=",
+}
+
+
+def _tells_unknown(kind: type[T]) -> type[T]:
+    """A word that the class does not have is a UsageError with the one that was meant."""
+    init: Any = kind.__init__
+
+    @functools.wraps(init)
+    def told(self: Any, *given: Any, **options: Any) -> None:
+        for name in options.keys() - kind.__dataclass_fields__.keys():  # type: ignore[attr-defined]
+            near = difflib.get_close_matches(name, kind.__dataclass_fields__, 1)  # type: ignore[attr-defined]
+            meant = ELSEWHERE.get(name) or "".join(f"{one}=" for one in near)
+            raise UsageError(f"{kind.__name__} has no {name!r:.40}{meant and f': here it is {meant}'}")
+        init(self, *given, **options)
+
+    kind.__init__ = told  # type: ignore[method-assign]
+    return kind
+
+
+@_tells_unknown
 @dataclass(frozen=True)
 class Job:
     """One training run.

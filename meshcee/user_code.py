@@ -36,6 +36,7 @@ __all__ = [
     "place_in",
     "place_of",
     "refuse_in_reader",
+    "thread_left",
     "under_way",
 ]
 
@@ -170,6 +171,17 @@ def refuse_in_reader() -> None:
     """UsageError in a process that Python has spawned and that runs the user's file anew, as those of `workers` do."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(f"this process reads data for another one, and runs your file anew: {GUARD}")
+
+
+def thread_left() -> str:
+    """Where a thread of the user's is, without which Python does not end this process; "" where there is none."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread() and not thread.daemon and thread.ident in frames:
+            stack = traceback.extract_stack(frames[thread.ident])
+            if place := str(place_in([(f.filename, f.lineno or 0, f.line or "") for f in stack])):
+                return place
+    return ""
 
 
 def under_way() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 from dataclasses import fields
 from typing import Any
@@ -139,3 +141,23 @@ def test_seeds_differ_by_step_and_micro_batch_and_repeat() -> None:
         first = torch.rand(3)
     with seeded(1, 2, 3):
         assert torch.equal(torch.rand(3), first)
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ({"epochs": 3}, r"Job has no 'epochs': here it is steps=epochs \* len\(data\) // batch_size"),
+        ({"clip_value": 0.1}, r"Job has no 'clip_value': here it is clip_norm="),
+        ({"batch_sise": 4}, r"Job has no 'batch_sise': here it is batch_size="),
+        ({"zzz": 4}, r"Job has no 'zzz'$"),
+    ],
+)
+def test_a_word_that_a_job_does_not_have_is_told_with_the_one_that_was_meant(word: dict[str, int], meant: str) -> None:
+    job = make()
+    with pytest.raises(UsageError, match=meant):
+        make(**word)
+    with pytest.raises(UsageError, match=meant):
+        dataclasses.replace(job, **word)
+    assert "steps" in inspect.signature(Job).parameters
+    with pytest.raises(TypeError, match="missing"):
+        Job(steps=3)  # type: ignore[call-arg]

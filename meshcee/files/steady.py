@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 from meshcee.files.strict_json import dumps
 
-__all__ = ["MOST_WAITING", "Steady", "steady_output", "written_apart"]
+__all__ = ["MOST_WAITING", "Steady", "part_prints", "steady_output", "write_fact", "written_apart"]
 
 MOST_WAITING = 1 << 20  # bytes of a stream, some 10,000 steps
 ENDS_WITHIN_S = 2.0  # of a command that is interrupted while nobody reads
@@ -150,13 +150,36 @@ class _Apart(_Over):
             raise self._gone
 
 
+_facts: list[TextIO] = []  # standard output, while it is kept for facts
+
+
+@contextmanager
+def part_prints(*, wanted: bool) -> Iterator[None]:
+    """Around a command with --json: what the user's code prints, and torch, goes to standard error."""
+    if not wanted:
+        yield
+        return
+    _facts.append(sys.stdout)
+    sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = _facts.pop()
+
+
+def write_fact(fact: object) -> None:
+    """One JSON object, which is a line of its own on standard output."""
+    print(dumps(fact), file=_facts[-1] if _facts else sys.stdout, flush=True)
+
+
 @contextmanager
 def written_apart() -> Iterator[None]:
     """For as long as an event loop runs: threads write what goes to the two streams, where they are steady.
 
     At the end they write what is left, for as long as that takes, as any command does; two seconds when the user wants the end.
     """
-    steady = [raw for stream in (sys.stdout, sys.stderr) if isinstance(raw := getattr(stream, "buffer", None), Steady)]
+    streams = dict.fromkeys((sys.stdout, sys.stderr, _facts[-1] if _facts else sys.stdout))
+    steady = [raw for stream in streams if isinstance(raw := getattr(stream, "buffer", None), Steady)]
     apart = [(below, _Apart(below.raw)) for below in steady]
     for below, thread in apart:
         below.raw = thread

@@ -50,6 +50,11 @@ class Optimizer:
         if not isinstance(groups or {}, Mapping) or not all(isinstance(g, Mapping) for g in (groups or {}).values()):
             raise UsageError('groups are options by a pattern of names: groups={"*.bias": {"weight_decay": 0.0}}')
         for kind in (name, *(extra["class"] for extra in (groups or {}).values() if "class" in extra)):
+            if not isinstance(kind, str):
+                raise UsageError(
+                    "an optimizer is given by its name and options, Optimizer('AdamW', lr=1e-3): peers run no code of yours, so "
+                    f"one of {', '.join(sorted(PER_PARAMETER))}"
+                )
             if kind not in PER_PARAMETER:
                 why = f"is refused, as {REFUSED[kind]}" if kind in REFUSED else "is no name known here"
                 use = ", ".join(sorted(PER_PARAMETER))

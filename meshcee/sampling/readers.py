@@ -29,6 +29,7 @@ from meshcee.user_code import GUARD, JOB_FILE, import_job_file
 __all__ = ["Readers"]
 
 LAST = -100  # behind what multiprocessing itself does at the end, of which a queue's last words (-5) are the latest
+MOST_OF_A_CORE = 8  # processes
 AHEAD = 2  # micro-batches that each process has read before they are asked for, at most
 
 
@@ -43,6 +44,10 @@ class Readers:
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] = iter(())
         self._next = 0  # the step whose micro-batches come next
+        if job.workers > MOST_OF_A_CORE * (count := os.cpu_count() or 1):
+            raise UsageError(
+                f"workers={job.workers} are more than {MOST_OF_A_CORE} for each of {count} cores: try workers={count}"
+            )
         self._untried = job.workers  # processes of which no micro-batch was held against this one's
 
     def take(self, step: int, micro_batch: int) -> list[tuple[Any, Any]] | None:

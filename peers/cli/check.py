@@ -18,7 +18,8 @@ from meshcee.equality import STAGES, check, refuse
 from meshcee.errors import UsageError
 from meshcee.figures import BlockCost
 from meshcee.figures.amounts import amount, size
-from meshcee.files import disk, dumps
+from meshcee.files import disk
+from meshcee.files.steady import write_fact
 from meshcee.picture import picture_of_capture
 from peers.cli.session import configure_logging, load_job
 from peers.cli.ui import self_contained
@@ -43,7 +44,7 @@ def run_check(path: Path, stages: str | None, steps: int | None, threads: int | 
     checked = check(load_job(path), _counts(stages), steps, say=(lambda text: None) if as_json else _say)
     if as_json:
         result: dict[str, Any] = {"equal": checked.equal, **dataclasses.asdict(checked)}
-        print(dumps({"result": result}), flush=True)
+        write_fact({"result": result})
     else:
         for note in checked.notes:
             _say(f"note: {note}")
@@ -87,7 +88,7 @@ def run_capture(path: Path, html: Path | None, *, as_json: bool) -> None:
             "random": captured.train.uses_random,
             "blocks": [dataclasses.asdict(c) for c in costs],
         }
-        print(dumps(result), flush=True)
+        write_fact(result)
         return
     print(
         f"{job.name}: {len(costs)} block{'s' * (len(costs) != 1)}, {amount(sum(c.flops for c in costs))} FLOPs forward per sample, "

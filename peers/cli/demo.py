@@ -20,7 +20,8 @@ from rich.text import Text
 import meshcee
 from meshcee.capture import capture
 from meshcee.errors import MeshceeError
-from meshcee.files import Home, dumps, loads
+from meshcee.files import Home, loads
+from meshcee.files.steady import write_fact
 from meshcee.job import Job
 from peers.cli.children import Children
 from peers.cli.session import Screen, configure_logging, load_job, run_async
@@ -132,7 +133,7 @@ async def _compared(
     )
     if as_json:
         summary = {"losses": result.losses, "seconds": training_s, "equal": same_losses and not worst, "eager": eager}
-        print(dumps({"result": summary}), flush=True)
+        write_fact({"result": summary})
     return same_losses and not worst
 
 

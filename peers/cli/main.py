@@ -24,9 +24,10 @@ import typer
 
 from meshcee import __version__
 from meshcee.errors import MeshceeError, NotNowError, UsageError
-from meshcee.files import disk, dumps
-from meshcee.files.steady import steady_output
+from meshcee.files import disk
+from meshcee.files.steady import part_prints, steady_output, write_fact
 from meshcee.files.token_file import read_token
+from meshcee.user_code import thread_left
 from peers.cli.session import KINDS, printable, spin_briefly, write_job
 from peers.cli.settings import config_file, defaults_of
 from peers.cli.settings.options import (
@@ -216,7 +217,9 @@ def init(
 def train(
     job: JobFile,
     join: Join = None,
-    local: Annotated[int | None, typer.Option(min=1, help="No mesh: this many peers inside this process.")] = None,
+    local: Annotated[
+        int | None, typer.Option(min=1, max=256, help="No mesh: this many peers inside this process.")
+    ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Train so many steps; default: the job's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the trained weights to this .safetensors file.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Capture, plan, memory and ETA; train nothing.")] = False,
@@ -242,7 +245,10 @@ def train(
     threads: Annotated[
         int | None,
         typer.Option(
-            envvar="MESHCEE_THREADS", min=1, help="CPU threads of every peer in this run; default: what all can spare."
+            envvar="MESHCEE_THREADS",
+            min=1,
+            max=1024,
+            help="CPU threads of every peer in this run; default: what all can spare.",
         ),
     ] = None,
     workers: Annotated[int | None, typer.Option(min=0, help="Processes that read samples ahead of training.")] = None,
@@ -543,11 +549,13 @@ def revoke(
 
 @app.command(epilog="Example: meshcee local --peers 3")
 def local(
-    peers: Annotated[int, typer.Option("-n", "--peers", min=1, max=64, help="How many peers.")] = 4,
+    peers: Annotated[
+        int | None, typer.Option("-n", "--peers", min=1, max=64, help="How many peers; default: 4.")
+    ] = None,
     shape: Annotated[
         str | None, typer.Option(help="Emulate a testbed: NAME, or FILE:NAME; sets the peers too.")
     ] = None,
-    jitter_ms: Annotated[float, typer.Option(min=0.0, help="With --shape: how late a message may be.")] = 0.0,
+    jitter_ms: Annotated[float | None, typer.Option(min=0.0, help="With --shape: how late a message may be.")] = None,
     job: Annotated[Path | None, typer.Option(help="Train this job on it, then end; default: run until Ctrl-C.")] = None,
     threads: Threads = 1,
     as_json: Json = False,
@@ -637,8 +645,10 @@ def main(arguments: list[str] | None = None) -> None:
     steady_output()
     defaults: dict[str, Any] = {}
     try:
-        defaults = _defaults(sys.argv[1:] if arguments is None else arguments)
-        app(arguments, default_map=defaults)
+        told = sys.argv[1:] if arguments is None else arguments
+        defaults = _defaults(told)
+        with part_prints(wanted="--json" in told and "--help" not in told):
+            app(arguments, default_map=defaults)
     except SystemExit as done:  # click has told what is wrong, but not where that may stand
         if done.code == UsageError.exit_code and defaults:
             print(f"meshcee: options also come from {config_file(os.environ)}", file=sys.stderr)
@@ -661,6 +671,10 @@ def main(arguments: list[str] | None = None) -> None:
             _fail(kind(f"{disk.refusal(error)}; make room, or name another place"), kind.exit_code)
         traceback.print_exc()
         _fail(error, 1)
+    finally:
+        if (place := thread_left()) and not sys.stderr.closed:
+            said = f"meshcee: the command has ended, and a thread of yours{place} has not: Ctrl-C ends it"
+            print(printable(said), file=sys.stderr)
 
 
 def _defaults(arguments: list[str]) -> dict[str, Any]:
@@ -678,7 +692,7 @@ def _defaults(arguments: list[str]) -> dict[str, Any]:
 def _fail(error: BaseException, code: int) -> None:
     arguments: list[Any] = sys.argv
     if "--json" in arguments:
-        print(dumps({"error": type(error).__name__, "message": str(error), "exit_code": code}), flush=True)
+        write_fact({"error": type(error).__name__, "message": str(error), "exit_code": code})
     hint = (
         "" if isinstance(error, MeshceeError) else " (this is a bug of meshcee; please report it with the lines above)"
     )

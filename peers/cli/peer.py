@@ -13,7 +13,8 @@ from pathlib import Path
 import structlog
 
 from meshcee.errors import JoinError, NotPermittedError, PeerLostError, UsageError
-from meshcee.files import Home, dumps
+from meshcee.files import Home
+from meshcee.files.steady import write_fact
 from peers.cli.children import die_with_parent
 from peers.cli.joining.joined import look
 from peers.cli.joining.lines import keep_line, limits, line_file
@@ -43,6 +44,9 @@ NO_SUPPLIER = (
 )
 
 
+LONGEST_S = 10 * 366 * 86400.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions(Lent):
     """The flags of `meshcee peer`."""
@@ -63,9 +67,10 @@ class PeerOptions(Lent):
 def parse_duration_s(text: str) -> float:
     """ "30m", "12h" or "7d", in seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip().lower())
-    if match is None or float(match[1]) <= 0:
-        raise UsageError(f"{text!r} is not a duration; write for example 30m, 12h or 7d")
-    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    found_s = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match is not None else 0.0
+    if not 0 < found_s <= LONGEST_S:
+        raise UsageError(f"--valid {text!r:.40} is no duration of up to ten years; write for example 30m, 12h or 7d")
+    return found_s
 
 
 def somebody_sits_here(options: PeerOptions, *, as_json: bool) -> bool:
@@ -185,7 +190,7 @@ async def lent_peer(
                 )
         invite = me.invite(where.valid_s)
         if as_json:
-            print(dumps({"peer": me.peer_id, "token": invite, "addresses": list(me.transport.addresses)}), flush=True)
+            write_fact({"peer": me.peer_id, "token": invite, "addresses": list(me.transport.addresses)})
         else:
             console = Screen()
             console.print(f"{me.options.name} is up as …{me.peer_id[-8:]} on {where.device}.")
@@ -219,7 +224,7 @@ async def _say_joined(me: Node, *, as_json: bool) -> None:
     at = by.grant.at if by is not None and by.grant is not None else ""
     found = await look(me, at, "" if me.mesh_key.is_open else me.mesh_key.fingerprint)
     if as_json:
-        print(dumps(found.facts()), flush=True)
+        write_fact(found.facts())
         return
     console = Screen()
     console.print(found.sentence(), soft_wrap=True)
@@ -260,6 +265,6 @@ async def _drain(wanted: str, token: str, *, as_json: bool) -> None:
             f"{peer.name} has gone before its job could go on without it: the owner goes on from its newest copies"
         )
     if as_json:
-        print(dumps({"left": {"peer": peer.peer_id, "name": peer.name, "took_s": took_s}}), flush=True)
+        write_fact({"left": {"peer": peer.peer_id, "name": peer.name, "took_s": took_s}})
     else:
         print(f"{peer.name} has gone, after {took_s:.1f} s")

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from meshcee.errors import PlanError, UsageError
 from meshcee.figures import CODECS
 from meshcee.figures.scenario import LinkChange, Scenario, load_scenario, packaged
-from meshcee.files import disk, dumps, loads
+from meshcee.files import disk, loads
+from meshcee.files.steady import write_fact
 from meshcee.plan import Plan
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def run_plan(
         picture = picture_of_plan(best, cluster, workload, names, with_names(text, names) + table, time.time())
         disk.publish(html, self_contained(picture, f"meshcee plan: {title}").encode())
     if as_json:
-        print(dumps({**best.to_json(), **extra}))
+        write_fact({**best.to_json(), **extra})
     else:
         print(with_names(text if in_full else _short(best, text), names) + table)
         for note in said:
@@ -100,10 +101,11 @@ def run_plan(
 
 
 def _live(job: Path | None, join: str | None, testbed: str | None, stages: int | None, *, as_json: bool) -> LivePlan:
-    if job is None or join is None or testbed is not None:
-        raise UsageError(
-            "say what: JOB.py --join TOKEN for a job on a live mesh, or --testbed NAME for a cluster in a file"
-        )
+    ways = "JOB.py --join TOKEN is for a job on a live mesh, and --testbed NAME for a cluster in a file"
+    if testbed is not None:
+        raise UsageError(f"--testbed excludes {'JOB.py' if join is None else '--join'}: {ways}")
+    if job is None or join is None:
+        raise UsageError(f"{'no mesh is named' if job is not None else 'nothing to plan is named'}: {ways}")
     from peers.cli.live_plan import plan_live  # torch and a transport: not for files
 
     return plan_live(job, join, stages, as_json=as_json)
@@ -166,7 +168,13 @@ def run_simulate(
 
     changes: Sequence[LinkChange] = ()
     names: Mapping[str, str] = {}
-    if testbed is not None:
+    if testbed is not None and join is None:
+        if stages is not None:
+            raise UsageError("--stages is for a job that is planned; the plan in the file has its own")
+        if file.suffix == ".py":
+            raise UsageError(
+                f"{file} is a job: say --join TOKEN, or give a plan, as `meshcee plan --testbed {testbed} --json` prints"
+            )
         scenario = read_scenario(testbed, profiles)
         cluster, workload, chosen = scenario.cluster, scenario.workload, read_plan(file)
         changes = scenario.trace if trace else ()
@@ -193,7 +201,7 @@ def run_simulate(
         if done:
             rate = chosen.global_batch / timeline.period_s
             result |= {"period_s": timeline.period_s, "samples_per_s": rate, "utilisation": timeline.utilisation()}
-        print(dumps(result))
+        write_fact(result)
         return
     for s, seconds in enumerate(timeline.step_s):
         print(f"step {s + 1}: {seconds:.4g} s")
@@ -211,6 +219,6 @@ def _failure(text: str, peers: Sequence[str], names: Mapping[str, str]) -> tuple
     if called not in known:
         raise UsageError(f"--fail {text!r}: write PEER@SECONDS with one of {', '.join(known)}")
     with contextlib.suppress(ValueError):
-        if math.isfinite(seconds := float(at)):
+        if math.isfinite(seconds := float(at)) and seconds >= 0:
             return known[called], seconds
-    raise UsageError(f"--fail {text!r}: {at!r} is no number of seconds")
+    raise UsageError(f"--fail {text!r}: {at!r} is no number of seconds from the start")

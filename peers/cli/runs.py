@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 
 from meshcee.errors import UsageError
-from meshcee.files import Home, Run, dumps, hugging_face
+from meshcee.files import Home, Run, hugging_face
+from meshcee.files.steady import write_fact
 from meshcee.files.tensor_files import OnDemand, save
 from peers.cli.session import Screen, safetensors_file
 from peers.cli.ui.wishes import ask_to_stop, wish_checkpoint
@@ -42,7 +43,7 @@ def list_runs(*, as_json: bool) -> None:
     summaries = [_summary(run) for run in Home().runs()]
     if as_json:
         for summary in summaries:
-            print(dumps(summary))
+            write_fact(summary)
         return
     if not summaries:
         print("No runs yet: start one with `meshcee train JOB.py --join TOKEN`.")
@@ -81,7 +82,7 @@ def show_logs(run_id: str, *, as_json: bool) -> None:
     run = Home().run(run_id)
     for report in run.reports():
         if as_json:
-            print(dumps(report))
+            write_fact(report)
         else:
             metrics = "  ".join(f"{k} {_figure(v)}" for k, v in report["metrics"].items())
             line = f"step {report['step'] + 1}/{report['steps']}  loss {_figure(report['loss'])}"
@@ -123,6 +124,6 @@ def export(wanted: str, hf: Path | None, out: Path | None, *, ema: bool = False,
         how, count = "", len(state)
     place = str(hf or out)
     if as_json:
-        print(dumps({"out": place, "next_step": checkpoint.next_step, "tensors": count}))
+        write_fact({"out": place, "next_step": checkpoint.next_step, "tensors": count})
     else:
         print(f"{place}: {count} tensors, as they were after {checkpoint.next_step} steps{how}")

@@ -162,6 +162,9 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
+ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
 def end_anyway() -> None:
     """End the process in a while even if code of the user's, in a thread, never returns: nobody can end a thread."""
 
@@ -177,7 +180,11 @@ def end_anyway() -> None:
 
 
 def run_async(main: Coroutine[Any, Any, T], polite: Callable[[], bool] | None = None) -> T:
-    """Run to the end. `polite()` is called at the first Ctrl-C and returns whether it could ask for an orderly end."""
+    """Run to the end. `polite()` is called at the first Ctrl-C and returns whether it could ask for an orderly end.
+
+    SIGTERM is another Ctrl-C, and so is SIGHUP, of a terminal that was closed, unless whoever started us (nohup) ignores that.
+    """
+    handlers = {number: handler for number in ENDING if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
 
     import uvloop  # here, so that `meshcee doctor` can say that it is missing
 
@@ -191,10 +198,11 @@ def run_async(main: Coroutine[Any, Any, T], polite: Callable[[], bool] | None = 
             nonlocal count
             count += 1
             if count > 1 or polite is None or not polite():
+                print("interrupted: ending", file=sys.stderr, flush=True)
                 task.cancel()
                 end_anyway()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in handlers:
             loop.add_signal_handler(number, interrupt)
         try:
             return await main
@@ -210,6 +218,9 @@ def run_async(main: Coroutine[Any, Any, T], polite: Callable[[], bool] | None = 
         sys.exit(130)
     except BaseExceptionGroup as group:
         error = unwrap(group)
+    finally:  # a thread of the job's file may go on, and whoever waits for it can still end that
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     if isinstance(error, Interrupted | asyncio.CancelledError | KeyboardInterrupt):
         sys.exit(130)
     raise error  # out here, so that its cause stays what it was
@@ -249,6 +260,8 @@ def load_job(path: Path) -> Job:
     """Import the file under the name `job_file` and return its `job`. Raises UsageError naming the line that failed."""
     from meshcee.job import Job  # torch comes with it, and what OpenMP reads must be set before
 
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; give a Python file that defines `job = meshcee.Job(...)`")
     if not path.is_file():
         raise UsageError(f"there is no file {path}; give a Python file that defines `job = meshcee.Job(...)`")
     if path.suffix != ".py":
@@ -272,7 +285,11 @@ def load_job(path: Path) -> Job:
         raise UsageError(f"{path}{where}: {told}") from error
     job = getattr(module, "job", None)
     if not isinstance(job, Job):
-        raise UsageError(f"{path} defines no `job = meshcee.Job(...)`")
+        other = next(
+            (f"; it has one of the name {n}: call that job" for n, it in vars(module).items() if isinstance(it, Job)),
+            "",
+        )
+        raise UsageError(f"{path} defines no `job = meshcee.Job(...)`{other}")
     return job
 
 

@@ -16,7 +16,8 @@ from rich.live import Live
 from rich.table import Table
 
 from meshcee.errors import UsageError
-from meshcee.files import Home, dumps
+from meshcee.files import Home
+from meshcee.files.steady import write_fact
 from meshcee.plan import Plan
 from peers.cli.session import Screen, configure_logging, run_async, waiting
 from peers.cli.view import GONE, called, plan_table
@@ -42,7 +43,7 @@ def run_status(token: str | None, *, as_json: bool, watches: bool = False) -> No
     with waiting("joining the mesh, to look at it", as_json=as_json):
         data = run_async(_look(_required(token)))
     if as_json:
-        print(dumps(data), flush=True)
+        write_fact(data)
     else:
         show(data)
 
@@ -69,7 +70,7 @@ async def _watch(token: str, over: asyncio.Event, up: asyncio.Event, *, as_json:
 def telling(console: Screen, *, as_json: bool = False) -> Iterator[Callable[[dict[str, Any]], None]]:
     """What shows a mesh. A screen is drawn anew, and what was seen last stays when it ends; elsewhere changes are printed."""
     if as_json:
-        yield lambda data: print(dumps(data), flush=True)
+        yield lambda data: write_fact(data)
     elif not console.is_live:
         yield brief(console)
     else:

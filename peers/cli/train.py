@@ -16,8 +16,9 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import remark
 from meshcee.figures.amounts import size
-from meshcee.files import Home, Run, dumps
+from meshcee.files import Home, Run
 from meshcee.files.home import file_name
+from meshcee.files.steady import write_fact
 from meshcee.files.tensor_files import save
 from meshcee.job import Job
 from meshcee.plan import Plan
@@ -126,7 +127,9 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
             view.note("all steps are done, and the run ends now; Ctrl-C again ends it at once")
             return True
         if asked:
-            view.note("the run ends after this step, once its weights are on disk; Ctrl-C again ends it at once")
+            view.note(
+                "the run ends after this step, and its evaluation, once its weights are on disk; Ctrl-C again ends it at once"
+            )
         return bool(asked)
 
     view = view_for(as_json=as_json)
@@ -148,7 +151,7 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         except SystemExit:
             for run in stopping:
                 view.note(
-                    f"ended at once; from its newest checkpoint it goes on with `meshcee train {again} --resume {run}`"
+                    f"ended at once; it goes on from its newest checkpoint, if there is one: `meshcee train {again} --resume {run}`"
                 )
             raise
         except MeshceeError as error:
@@ -213,7 +216,7 @@ def _tell(result: Result, out: Path | None, again: str, *, as_json: bool) -> Non
         "run": result.run,
     }
     if as_json:
-        print(dumps({"result": summary}), flush=True)
+        write_fact({"result": summary})
         return
     verb = "Stopped" if result.stopped else "Done"
     losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}" if result.losses else "no step was finished"

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshcee.errors import MeshceeError
-from meshcee.files import dumps
+from meshcee.files.steady import write_fact
 from meshcee.plan import Plan
 from peers.cli.session import Screen, printable
 from peers.mesh_view import named
@@ -75,15 +75,15 @@ class JsonView(_Base):
     """One JSON object a line on standard output."""
 
     def note(self, text: str) -> None:
-        print(dumps({"note": text}), flush=True)
+        write_fact({"note": text})
 
     wait = note
 
     def plan(self, plan: Plan, names: Mapping[str, str]) -> None:
-        print(dumps({"plan": plan.to_json(), "names": dict(names)}), flush=True)
+        write_fact({"plan": plan.to_json(), "names": dict(names)})
 
     def report(self, report: Report) -> None:
-        print(dumps({"report": report.to_json()}), flush=True)
+        write_fact({"report": report.to_json()})
 
 
 class LineView(_Base):

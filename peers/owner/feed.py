@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from meshcee.sampling.fed import Fed
     from meshcee.sampling.readers import Readers
     from peers.mesh_view import MeshView
-    from peers.owner.answers import Report
     from peers.owner.supplier import Supplier, Supply
 
 __all__ = ["EVERY_S", "Feed", "Portion", "Stalls", "Steering"]
@@ -107,7 +106,7 @@ class Steering:
             now_s = time.monotonic()
             self._looks_at_s = now_s + LOOKS_EVERY * (now_s - began_s)
 
-    def step(self, report: Report) -> Callable[[], None] | None:
+    def step(self, report: Any) -> Callable[[], None] | None:
         """Callbacks hear of it. Behind them is a look where one step is left: what changes after the last one changes nothing."""
         call = self.listeners.step(report)
         if call is None or report.step != self._job.steps - 2:

@@ -360,10 +360,10 @@ REFUSED = {
     "autocast": (casts, rf"autocast is on at .*{HERE}.*precision='bf16'"),
     "a custom autograd.Function": (lambda _, h: Sign.apply(h), rf"autograd\.Function .*Sign at .*{HERE}.*own backward"),
     "a hook on a gradient": (hooks, rf"register_hook is called at .*{HERE} .*run no hooks"),
-    "Python's random": (lambda _, h: h * random.random(), rf"draws from Python's random at .*{HERE} .*torch\.where\("),
+    "Python's random": (lambda _, h: h * random.random(), rf"draws from the module random at .*{HERE} .*torch\.where"),
     "numpy's random": (
         lambda _, h: h * float(np.random.rand()),
-        rf"draws from Python's numpy\.random at .*{HERE} .*torch\.rand.*draw mixup's lambda in Job\.collate",
+        rf"draws from the module numpy\.random at .*{HERE} .*torch\.rand.*draw mixup's lambda in Job\.collate",
     ),
     "an activation that wants a gradient": (
         lambda linear, h: linear(h.detach().requires_grad_()),
@@ -371,7 +371,7 @@ REFUSED = {
     ),
     "a re-entrant checkpoint": (
         lambda linear, h: torch.utils.checkpoint.checkpoint(linear, h, use_reentrant=True),
-        r"use_reentrant=False, or use Job\(recompute=True\)",
+        rf"re-entrant checkpoint at .*{HERE} .*use_reentrant=False, or leave it out and use Job\(recompute=True\)",
     ),
 }
 

@@ -29,6 +29,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import rnn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from meshcee.eager import entries
 from meshcee.errors import CaptureError, MeshceeError
@@ -50,7 +51,6 @@ __all__ = [
 ]
 
 _MOST_LINES = 12  # of a node's stack: the innermost ones
-
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _GRAD: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -177,8 +177,7 @@ _ONLY_BY_VALUE = 7  # the first entries of _ADVICE tell what the line is about, 
 
 def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
     """What torch.export could not do. `sizes` has seen where a size became a constant, for errors that do not say."""
-    text = f"{type(error).__name__} {error}"
-    frames = traceback.extract_tb(error.__traceback__)
+    text, frames = f"{type(error).__name__} {error}", traceback.extract_tb(error.__traceback__)
     at = _innermost(frames)
     lines = " ".join([at.text, *(f.line or "" for f in frames if f.filename.startswith(_MODULES))])
     if not at.text and sizes is not None:
@@ -191,9 +190,10 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
     suspect = "Constraints violated" in text and sizes is not None and sizes.suspect
     for at, how, advice in (*(found for word, found in fixes.items() if word in text), *([suspect] if suspect else [])):
         return CaptureError(f"the model cannot be captured{at}: {how}; {instead(at, advice)}")
-    said = str(error).strip().splitlines()
-    first = re.sub(r"\s+", " ", said[0] if said else "")[:300].rstrip(".;")
+    first = re.sub(r"\s+", " ", str(error).strip().partition("\n")[0])[:300].rstrip(".;")
     problem, advice = f"{type(error).__name__}: {first}", "replace this operation by torch functions of tensors"
+    if re.search(r"\bgenerator=(?!None)", lines):
+        problem, advice = "a torch.Generator is used", "leave generator= out, as the job seeds every micro-batch"
     for number, (pattern, words, known) in enumerate(_ADVICE):
         about = lines if number < _ONLY_BY_VALUE else text
         if number < _ONLY_BY_VALUE and not re.search(_BY_VALUE, text):
@@ -593,7 +593,7 @@ def faithful(model: nn.Module, *, evaluate: bool = False) -> Iterator[None]:
             "draw with torch.rand, and choose with torch.where(torch.rand(()) < 0.5, a, b); draw mixup's lambda in Job.collate",
         )
         raise CaptureError(
-            f"the model draws from Python's {drawn[0]}{at}, which would be drawn once for all steps; {advice}"
+            f"the model draws from the module {drawn[0]}{at}, which would be drawn once for all steps; {advice}"
         )
 
 
@@ -603,6 +603,7 @@ _GRADIENTS: tuple[tuple[Any, str, str], ...] = (
     (eager_transforms, "grad_and_value_impl", "torch.func"),
     (eager_transforms, "_vjp_with_argnums", "torch.func"),
     (eager_transforms, "_jvp_with_argnums", "torch.func"),
+    (CheckpointFunction, "apply", "checkpoint"),
 )
 
 
@@ -637,6 +638,9 @@ def _refusing(words: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         if words == "backward":
             raise _trained_inside()
+        if words == "checkpoint":
+            advice = "pass use_reentrant=False, or leave it out and use Job(recompute=True)"
+            raise CaptureError(f"the model uses a re-entrant checkpoint{_here()}; {instead(_here(), advice)}")
         raise CaptureError(
             f"the model computes a gradient while it runs forward ({words}){_here()}, and peers compute gradients of the loss "
             "only; " + instead(_here(), "write the derivative as a formula")
@@ -686,8 +690,6 @@ def refuse_functions(loss: torch.Tensor) -> None:
 
 
 def _about(function: type) -> str:
-    if function.__module__.startswith("torch.utils.checkpoint"):
-        return "the model uses a re-entrant checkpoint; pass use_reentrant=False, or use Job(recompute=True) instead"
     at = Place()
     with contextlib.suppress(OSError, TypeError):
         lines, first = inspect.getsourcelines(function)

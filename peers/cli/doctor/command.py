@@ -14,7 +14,8 @@ from rich.text import Text
 
 from dht import Token
 from meshcee import __version__
-from meshcee.files import Home, dumps
+from meshcee.files import Home
+from meshcee.files.steady import write_fact
 from peers.cli.doctor import machine
 from peers.cli.doctor.facts import Device, Exactness, Facts, Guards, Invite, Mesh, Refused, Unseen
 from peers.cli.doctor.finding import Finding
@@ -39,10 +40,10 @@ def run_doctor(token: str | None, *, as_json: bool) -> None:
     took_s = time.monotonic() - begun_s
     if as_json:
         for finding in findings:
-            print(dumps({"finding": _plain(finding)}), flush=True)
+            write_fact({"finding": _plain(finding)})
         counts = Counter[str](finding.level for finding in findings)
         result = {"meshcee": __version__, "seconds": round(took_s, 1), **{level: counts[level] for level in MARKS}}
-        print(dumps({"result": result}), flush=True)
+        write_fact({"result": result})
     else:
         show(findings, took_s, Screen())
     if bad := [finding for finding in findings if finding.error is not None]:

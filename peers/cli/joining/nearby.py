@@ -15,7 +15,8 @@ import structlog
 
 from dht import Identity
 from meshcee.errors import JoinError, NotPermittedError, UsageError
-from meshcee.files import Home, dumps
+from meshcee.files import Home
+from meshcee.files.steady import write_fact
 from peers.cli.joining.lines import line_file, write_line
 from peers.cli.session import Screen, run_async
 from peers.node.founding import founds_again
@@ -148,7 +149,7 @@ def run_code(peer_id: str, line: Callable[[int], str], *, as_json: bool) -> None
 
     def shown(code: Code, label: str) -> None:
         if as_json:
-            print(dumps({"code": str(code), "mesh": label}), flush=True)
+            write_fact({"code": str(code), "mesh": label})
         else:
             print(
                 f"On the other machine, on this network: meshcee peer\nThe code that it asks for: {code}  (mesh {label})",
@@ -162,7 +163,10 @@ def run_code(peer_id: str, line: Callable[[int], str], *, as_json: bool) -> None
         )
     if ending is not Ending.USED:
         raise NotPermittedError(ENDED[ending])
-    print(dumps({"used": True}) if as_json else "A machine has come by the code.", flush=True)
+    if as_json:
+        write_fact({"used": True})
+    else:
+        print("A machine has come by the code.", flush=True)
 
 
 ENDED = {

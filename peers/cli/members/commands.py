@@ -9,7 +9,8 @@ from rich.table import Table
 
 from dht import MAX_ADDRESSES, ROLES, Role, Token, dialable
 from meshcee.errors import NotPermittedError, UsageError
-from meshcee.files import Home, dumps
+from meshcee.files import Home
+from meshcee.files.steady import write_fact
 from peers.cli.joining.lines import limits
 from peers.cli.session import Screen, configure_logging, run_async, waiting
 from peers.cli.view import called
@@ -51,7 +52,7 @@ def run_invite(
 
         run_code(admin.admin.at, line, as_json=as_json)
     elif as_json:
-        print(dumps({"token": line(), "role": role, "uses": uses, "for_s": for_s}), flush=True)
+        write_fact({"token": line(), "role": role, "uses": uses, "for_s": for_s})
     else:
         print(invite := line(), flush=True)
         if limited := limits(invite):
@@ -72,7 +73,7 @@ def run_members(token: str | None, *, as_json: bool) -> None:
         options = JoinOptions(token=token, name="members", observes=True)
         data = run_async(_members(options if admin is None else _options(admin, token, "members")))
     if as_json:
-        print(dumps(data), flush=True)
+        write_fact(data)
         return
     console = Screen()
     names = called({one["peer"]: one["name"] for one in data["members"]})
@@ -111,7 +112,7 @@ def run_revoke(wanted: str, token: str | None, *, everybody: bool = False, as_js
     configure_logging(as_json=as_json, level="warning")
     told = run_async(_revoke(wanted, admin, token, everybody=everybody))
     if as_json:
-        print(dumps(told), flush=True)
+        write_fact(told)
         return
     who = f"{told['name']}, as all who came by the same invite," if everybody else told["name"]
     print(f"{who} is no member any more; {told['heard']} of {told['peers']} peers have heard it")

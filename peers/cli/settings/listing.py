@@ -16,7 +16,8 @@ from rich.table import Table
 
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import UsageError
-from meshcee.files import Home, dumps
+from meshcee.files import Home
+from meshcee.files.steady import write_fact
 from peers.cli.session import Screen
 from peers.cli.settings.file import config_file, defaults_of, is_there, subcommands
 
@@ -69,7 +70,7 @@ def run_config(app: typer.Typer, arguments: Sequence[str], file: Mapping[str, An
         found = [*_general(), *_of_all(commands, file), *_fixed()]
     if as_json:
         for one in found:
-            print(dumps({**dataclasses.asdict(one), "value": _plain(one.value)}), flush=True)
+            write_fact({**dataclasses.asdict(one), "value": _plain(one.value)})
         return
     table = Table(box=None, pad_edge=False)
     for column in ("setting", "value", "from", "commands"):

@@ -104,7 +104,7 @@ Profiles = Annotated[
 Device = Annotated[str, typer.Option(envvar="MESHCEE_DEVICE", help="auto, cpu, cuda:N or mps.")]
 Memory = Annotated[str | None, typer.Option(envvar="MESHCEE_MEMORY", help="What a stage may use, e.g. 8GiB.")]
 Region = Annotated[str | None, typer.Option(envvar="MESHCEE_REGION", help="A hint at where this peer is.")]
-Threads = Annotated[int | None, typer.Option(envvar="MESHCEE_THREADS", min=1, help="CPU threads of torch.")]
+Threads = Annotated[int | None, typer.Option(envvar="MESHCEE_THREADS", min=1, max=1024, help="CPU threads of torch.")]
 Identity = Annotated[Path | None, typer.Option(envvar="MESHCEE_IDENTITY", help="Identity file; default: a free one.")]
 Listen = Annotated[
     str,

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from meshcee.errors import UsageError
-from meshcee.files import Home, Run, disk, dumps
+from meshcee.files import Home, Run, disk
+from meshcee.files.steady import write_fact
 from peers.cli.session import Screen, configure_logging, run_async
 from peers.cli.ui.acts import Acts, drains, of_folder, role_in
 from peers.cli.ui.page import self_contained
@@ -89,7 +90,7 @@ async def _ui(
 def say(address: str, *, as_json: bool) -> None:
     """Where the page is."""
     if as_json:
-        print(dumps({"ui": address}), flush=True)
+        write_fact({"ui": address})
     else:
         Screen().print(f"the page: {address}\nCtrl-C ends it.", soft_wrap=True)
 
@@ -133,7 +134,7 @@ def run_report(wanted: str, html: Path | None, *, as_json: bool) -> None:
     painter = FolderSource(run).read_all()
     picture = painter.picture(time.time())
     if html is None:
-        print(dumps(picture.to_json()))
+        write_fact(picture.to_json())
         return
     disk.publish(html, self_contained(picture, run.id).encode())
     print(f"{run.id}: {html}")

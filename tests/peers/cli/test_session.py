@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
 import shlex
 import signal
@@ -18,8 +20,8 @@ import meshcee
 from meshcee.errors import UsageError
 from meshcee.files import Home
 from meshcee.user_code import JOB_FILE
-from peers.cli.main import app
-from peers.cli.session import configure_logging, load_job, short_ids, waiting
+from peers.cli.main import app, main
+from peers.cli.session import configure_logging, load_job, run_async, short_ids, waiting
 from peers.cli.settings.file import subcommands
 from peers.cli.train import TrainOptions, again_with, run_train
 from peers.cli.ui.wishes import mark_stop
@@ -300,7 +302,7 @@ def test_the_second_ctrl_c_says_how_the_run_goes_on(tmp_path: Path, monkeypatch:
         interrupted(tmp_path, monkeypatch, 2, notes=notes)
     assert ended.value.code == 130
     assert notes[-1].startswith(
-        "ended at once; from its newest checkpoint it goes on with `meshcee train job.py --local 1 "
+        "ended at once; it goes on from its newest checkpoint, if there is one: `meshcee train job.py --local 1 "
     )
     assert notes[-1].endswith(f"--resume {Home().run('last').id}`")
 
@@ -319,3 +321,86 @@ def test_weights_that_a_folder_refuses_hide_no_run(
     said = capsys.readouterr().out
     assert "Stopped: " in said
     assert f"weights in run {Home().run('last').id} (`meshcee checkpoint export`)" in said
+
+
+def test_a_terminal_that_is_closed_ends_a_command_in_order_and_signals_are_as_before() -> None:
+    asked = asyncio.Event()
+
+    def polite() -> bool:
+        asked.set()
+        return True
+
+    async def closes() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.wait_for(asked.wait(), 10)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    run_async(closes(), polite)
+    assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_nohup_is_heeded() -> None:
+    async def closes() -> str:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        return "went on"
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert run_async(closes()) == "went on"
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_what_a_job_file_prints_is_not_among_the_facts_and_its_thread_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "loud.py"
+    thread = "import threading\nover = threading.Event()\nthreading.Thread(target=lambda: over.wait()).start()\nprint('hello')\n"
+    path.write_text(thread + JOB.replace("LR", "0.1"))
+    try:
+        with pytest.raises(SystemExit, match="0"):
+            main(["capture", str(path), "--json"])
+        out, err = capsys.readouterr()
+        assert [set(json.loads(line)) >= {"blocks"} for line in out.splitlines()] == [True]
+        assert "hello" in err
+        assert f"a thread of yours at {path}:3" in err
+    finally:
+        sys.modules[JOB_FILE].over.set()
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["local", "-n", "3", "--shape", "cee-small"], "--shape says how many peers there are"),
+        (["local", "-n", "1", "--jitter-ms", "5"], "--jitter-ms is for emulated links"),
+        (["plan", "job.py", "--testbed", "cee-small"], "--testbed excludes JOB.py"),
+        (["plan", "job.py", "--join", "x", "--testbed", "cee-small"], "--testbed excludes --join"),
+        (["plan", "job.py"], "no mesh is named"),
+        (["simulate", "plan.json", "--testbed", "cee-small", "--stages", "2"], "--stages is for a job"),
+        (["simulate", "job.py", "--testbed", "cee-small"], "job.py is a job: say --join"),
+        (["peer", "--valid", "0"], "--valid '0' is no duration"),
+        (["peer", "--valid", "99999999999d"], "no duration of up to ten years"),
+        (["peer", "--device", "tpu"], "--device 'tpu' is not usable"),
+        (["train", "job.py", "--local", "99999"], "--local"),
+        (["check", "job.py", "--threads", "999999999999"], "--threads"),
+        (["train", ".", "--local", "1"], ". is a folder"),
+    ],
+)
+def test_a_wrong_option_is_one_sentence_that_names_it(
+    words: list[str], why: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path / "home"))
+    (tmp_path / "job.py").write_text(JOB.replace("LR", "0.1"))
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert why in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_job_of_another_name_is_told_of(tmp_path: Path) -> None:
+    path = tmp_path / "named.py"
+    path.write_text(JOB.replace("LR", "0.1").replace("job = ", "training = "))
+    with pytest.raises(UsageError, match="it has one of the name training"):
+        load_job(path)
