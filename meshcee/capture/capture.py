@@ -50,7 +50,7 @@ from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.capture.outputs import no_loss, put_together, taken_apart
 from meshcee.capture.trial import as_trained, example_of, own_sizes, refuse_dtypes, refuse_failing, refuse_types
-from meshcee.capture.unread import ask_others, unread
+from meshcee.capture.unread import ask_others, refuse_told_beside, unread
 from meshcee.config import Limits
 from meshcee.eager import HALVES, entries, in_full, put_others
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
@@ -306,6 +306,7 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
     sizes = [sum(tensor.numel() for tensor in inputs.values()) for inputs in probed]
     example = example_of(job, samples[sizes.index(max(sizes)) if varying else 0])
     ask_others(job, example[1])
+    refuse_told_beside(job, samples[-1], _PROBED)
     if clash := min(data_rules.inputs_of(example).keys() & layout.keys(), default=None):
         raise CaptureError(
             f"{clash!r} of the model has the name of an input, as x and y are what data gives: rename {clash.split('.')[0]!r} in "

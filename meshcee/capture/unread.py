@@ -15,12 +15,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from meshcee.capture.export import Unchanged
 from meshcee.errors import UsageError
-from meshcee.job import Job
-from meshcee.sampling import HyperSchedule, indices_of
+from meshcee.job import At, Job
+from meshcee.sampling import HyperSchedule, batched, indices_of, read
 from meshcee.user_code import calling, under_way
 
-__all__ = ["WeightWatch", "ask_others", "unread"]
+__all__ = ["WeightWatch", "ask_others", "refuse_told_beside", "unread"]
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -48,6 +49,23 @@ def ask_others(job: Job, target: Any) -> None:
             indices_of(job, 0)
         if job.schedule is not None:
             HyperSchedule(job.optimizer, job.schedule).at(min(1, job.steps - 1))
+
+
+def refuse_told_beside(job: Job, sample: Any, reads: int) -> None:
+    """UsageError where `collate`, or data behind so many reads, tells the model or the loss something beside x and y.
+
+    As a mixup whose factor lies in an attribute: the graph has the number that was there when it was made.
+    """
+    before = Unchanged(job)
+    with unread(job.model):
+        if not (job.streams or isinstance(job.data, At)):
+            read(job.data, [reads % len(job.data)], job.seed)
+        batched([sample], job.seed, 0, 1, collate=job.collate)
+    if places := before.changed():
+        raise UsageError(
+            f"reading data changes {places[0]}, which the model or the loss computes with, and peers have only x and y: let "
+            "collate, or data[i], give it with them, as (x, (y, it)), and let the loss take it from there"
+        )
 
 
 class WeightWatch(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 import meshcee
 from meshcee.capture import capture
 from meshcee.capture import export as export_room
-from meshcee.capture.unread import WeightWatch
+from meshcee.capture.unread import WeightWatch, refuse_told_beside
 from meshcee.errors import CaptureError, UsageError
 from tests.mutation import breaks, changed
 
@@ -185,3 +186,57 @@ def test_other_functions_may_read_a_copy_and_what_is_frozen() -> None:
 
     job = job_of(net, collate=collate)
     assert meshcee.train(job, local=2, stages=2).losses == meshcee.plain(job).losses
+
+
+FACTOR = {"lam": 1.0}
+
+
+@pytest.mark.parametrize("where", ["attribute", "global", "data"])
+def test_what_data_tells_the_loss_beside_x_and_y_is_refused(where: str) -> None:
+    """Mixup's factor, which the loss of a plain loop reads from where `collate` has left it."""
+
+    def story() -> None:
+        FACTOR["lam"] = 1.0
+        net = Net()
+        net.lam = 1.0
+
+        def tell() -> None:
+            if where == "attribute":
+                net.lam = random.random()
+            else:
+                FACTOR["lam"] = random.random()
+
+        def collate(rows: Any) -> Any:
+            if where != "data":
+                tell()
+            return torch.stack([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+
+        class Told(torch.utils.data.Dataset[Any]):
+            def __len__(self) -> int:
+                return len(ROWS)
+
+            def __getitem__(self, index: int) -> Any:
+                if where == "data":
+                    tell()
+                return ROWS[index]
+
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(output, target) * (net.lam if where == "attribute" else FACTOR["lam"])
+
+        with pytest.raises(UsageError, match=r"reading data changes .*lam.* have only x and y: let collate"):
+            capture(job_of(net, loss=loss, collate=collate, data=Told()))
+
+    story()
+    with changed(refuse_told_beside, "if places := before.changed()", "if places := []"):
+        assert breaks(story)
+
+
+def test_what_only_data_keeps_may_change() -> None:
+    seen: list[int] = []
+
+    def collate(rows: Any) -> Any:
+        seen.append(len(rows))
+        return torch.stack([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+
+    job = job_of(Net(), collate=collate)
+    assert meshcee.train(job, local=1).losses == meshcee.plain(job).losses

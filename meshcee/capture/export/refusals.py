@@ -430,7 +430,7 @@ class _Looking(TorchFunctionMode):
                     )
                 advice = instead(
                     _here(),
-                    "reach it by its module (model.head.weight), or register it in one, or detach it outside of the model",
+                    "reach it by its module (model.head.weight), or register it in one, or compute with a detached copy",
                 )
                 raise CaptureError(
                     f"a tensor that needs a gradient is used{_here()}, and as no parameter of the model it would not be "

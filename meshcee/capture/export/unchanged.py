@@ -42,19 +42,23 @@ class Unchanged:
     def __call__(self) -> None:
         """What is in eval mode as a whole, a loop puts back into train mode. Weights that are written are told of once: who has
         loaded those of a checkpoint, to look at them, changes nothing."""
-        now = self._seen()
-        if self._versions is not None and (written := self._written_weights()):
-            log.warning(Event.WEIGHTS_WRITTEN, parameters=written[:3])
-            self._versions = None
-        places = [place for place in self._before.changed(now) if self._before.is_used(place) or now.is_used(place)]
-        if not all(seen.values.get(_MODE) for seen in (self._before, now)):
-            places = [place for place in places if not place.startswith(_MODE.partition(" of ")[0])]
-        if places:
+        if places := self.changed():
             raise UsageError(
                 f"{places[0]} is not what it was before the first step, and peers go on with the "
                 "graph that was made of it then: count steps in a registered buffer that forward adds to, thaw weights in a "
                 "second run, and change learning rates by run.set_lr"
             )
+        if self._versions is not None and (written := self._written_weights()):
+            log.warning(Event.WEIGHTS_WRITTEN, parameters=written[:3])
+            self._versions = None
+
+    def changed(self) -> list[str]:
+        """The places of what is other than at first."""
+        now = self._seen()
+        places = [place for place in self._before.changed(now) if self._before.is_used(place) or now.is_used(place)]
+        if not all(seen.values.get(_MODE) for seen in (self._before, now)):
+            places = [place for place in places if not place.startswith(_MODE.partition(" of ")[0])]
+        return places
 
     def _written_weights(self) -> list[str]:
         assert self._versions is not None
