@@ -162,7 +162,8 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2]])
 
 
-ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+HANGUP = getattr(signal, "SIGHUP", None)  # Windows has none
+ENDING = (signal.SIGINT, signal.SIGTERM, *([HANGUP] if HANGUP is not None else []))
 
 
 def end_anyway() -> None:
@@ -184,7 +185,9 @@ def run_async(main: Coroutine[Any, Any, T], polite: Callable[[], bool] | None = 
 
     SIGTERM is another Ctrl-C, and so is SIGHUP, of a terminal that was closed, unless whoever started us (nohup) ignores that.
     """
-    handlers = {number: handler for number in ENDING if (handler := signal.getsignal(number)) is not signal.SIG_IGN}
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    if handlers.get(HANGUP) is signal.SIG_IGN:
+        del handlers[HANGUP]
 
     import uvloop  # here, so that `meshcee doctor` can say that it is missing
 

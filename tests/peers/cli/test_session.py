@@ -339,17 +339,21 @@ def test_a_terminal_that_is_closed_ends_a_command_in_order_and_signals_are_as_be
     assert {number: signal.getsignal(number) for number in before} == before
 
 
-def test_nohup_is_heeded() -> None:
-    async def closes() -> str:
-        os.kill(os.getpid(), signal.SIGHUP)
-        await asyncio.sleep(0.05)
-        return "went on"
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_nohup_is_heeded_and_a_shell_that_keeps_ctrl_c_from_what_is_behind_it_is_not(number: signal.Signals) -> None:
+    asked: list[bool] = []
 
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    async def closes() -> None:
+        os.kill(os.getpid(), number)
+        await asyncio.sleep(0.1)
+
+    before = signal.signal(number, signal.SIG_IGN)
     try:
-        assert run_async(closes()) == "went on"
+        run_async(closes(), lambda: not asked.append(True))
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
+    assert asked == [True] * (number == signal.SIGINT)
 
 
 def test_what_a_job_file_prints_is_not_among_the_facts_and_its_thread_is_told_of(
