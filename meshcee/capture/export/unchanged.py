@@ -111,4 +111,5 @@ def _some(tensor: torch.Tensor) -> int:
 
 
 def _places(count: int) -> torch.Tensor:
-    return torch.linspace(0, max(count - 1, 0), min(_SOME, count)).long()
+    most = min(_SOME, count)
+    return torch.arange(most) * count // max(most, 1)

@@ -653,6 +653,18 @@ def elsewhere(where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return job | of_job.get(where, {}), {"on_report": report}
 
 
+@pytest.mark.parametrize("count", [0, 1, 255, 257, (1 << 24) + 1, 38_597_376])
+def test_tensors_of_any_size_are_looked_at(count: int) -> None:
+    """Sizes beyond 2**24 are no float32 any more."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(count, dtype=torch.int8), requires_grad=False)
+    model.register_buffer("bank", torch.zeros(count, dtype=torch.int8))
+    look = Unchanged(job_of(model=model))
+    look()
+    model.bank += 1
+    assert look.changed() == ["the buffer 'bank'"] * (count > 0)
+
+
 @pytest.mark.parametrize("through", ["itself", "data"])
 def test_weights_that_a_callback_writes_are_told_of_once(through: str) -> None:
     """As Lookahead or a clamp would in a plain loop: here the owner's model is not what peers train."""
