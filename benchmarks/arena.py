@@ -46,6 +46,7 @@ job = replace(job, data=Augmented(job.data, len(VOCABULARY)))
 """
 LONGEST_S = 240.0  # without a new step: a hang; a device that hangs in an epoch's first step is given two minutes
 END_S = 5.0  # that a p2pd may outlive its peer
+MOST_LINE = 16 << 20  # bytes that an owner says at once
 OWNER, HEIR = "owner", "heir"
 LEAVE = "members leave: the job goes on without them"  # what the owner's log says of members that end politely
 TAKES_OVER = "is gone: this machine goes on with it"  # says who stands by
@@ -90,7 +91,9 @@ class ArenaChildren(Children):
         if self._lab is None:
             return await super().spawn(name, command, env=env, stderr=stderr)
         pipe = asyncio.subprocess.PIPE
-        return await self._lab.run(name, command, env=env, stdout=pipe, stderr=stderr, start_new_session=True)
+        return await self._lab.run(
+            name, command, env=env, stdout=pipe, stderr=stderr, start_new_session=True, limit=MOST_LINE
+        )
 
 
 @dataclass
@@ -207,10 +210,8 @@ class Arena:
             owner.process = await self.children.spawn(
                 owner.name,
                 [*command, *flags],
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
+                stderr=log.fileno(),
                 env={**os.environ, **environment},
-                limit=16 << 20,
             )
         owner.reader = self._group.create_task(self._read(owner, owner.process))
 

@@ -306,7 +306,6 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
     sizes = [sum(tensor.numel() for tensor in inputs.values()) for inputs in probed]
     example = example_of(job, samples[sizes.index(max(sizes)) if varying else 0])
     ask_others(job, example[1])
-    refuse_told_beside(job, samples[-1], _PROBED)
     if clash := min(data_rules.inputs_of(example).keys() & layout.keys(), default=None):
         raise CaptureError(
             f"{clash!r} of the model has the name of an input, as x and y are what data gives: rename {clash.split('.')[0]!r} in "
@@ -352,6 +351,7 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
         if recorder is None and job.precision == "fp32":
             refuse_failing(model, job, samples[0])
         raise
+    refuse_told_beside(job, samples[-1], _PROBED, changed)
     reached = analysis.reached(program.nodes, program.outputs[0])
     found = Capture(
         train=program,

@@ -6,7 +6,8 @@ stays as it was. So before the first step they are called under a mode that sees
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshcee.capture.export import Unchanged
+from meshcee.capture.export import Unchanged, place_of
+from meshcee.eager import entries
 from meshcee.errors import UsageError
 from meshcee.job import At, Job
 from meshcee.sampling import HyperSchedule, batched, indices_of, read
@@ -24,12 +26,16 @@ from meshcee.user_code import calling, under_way
 __all__ = ["WeightWatch", "ask_others", "refuse_told_beside", "unread"]
 
 _PLAIN = (torch.Tensor, nn.Parameter)
+_OF_ITS_KIND = re.compile(r"new_|\w+_like\b")  # what takes a type and a shape, and no number
 
 
 @contextmanager
-def unread(model: Any) -> Iterator[None]:
-    """UsageError once what is called here reads a weight of this model that is trained, even where the user's code catches it."""
-    mode = WeightWatch(model) if isinstance(model, nn.Module) else None
+def unread(model: Any, written: Collection[str] = ()) -> Iterator[None]:
+    """UsageError once what is called here reads a weight of this model that is trained, even where the user's code catches it.
+
+    written  names of what forward writes, which nobody may read either
+    """
+    mode = WeightWatch(model, written) if isinstance(model, nn.Module) else None
     if mode is None:
         yield
         return
@@ -45,23 +51,26 @@ def ask_others(job: Job, target: Any) -> None:
         if job.weight is not None:
             with calling("Job.weight"):
                 job.weight(target)
-        if job.sampler is not None:
+        if job.sampler is not None:  # in the first two data epochs
             indices_of(job, 0)
+            indices_of(job, min(job.steps - 1, len(job.data) // job.batch_size + 1))
         if job.schedule is not None:
             HyperSchedule(job.optimizer, job.schedule).at(min(1, job.steps - 1))
 
 
-def refuse_told_beside(job: Job, sample: Any, reads: int) -> None:
+def refuse_told_beside(job: Job, sample: Any, reads: int, written: Collection[str]) -> None:
     """UsageError where `collate`, or data behind so many reads, tells the model or the loss something beside x and y.
 
-    As a mixup whose factor lies in an attribute: the graph has the number that was there when it was made.
+    As a mixup whose factor lies in an attribute: the graph has the number that was there when it was made. Nor may they read
+    what forward has `written`, by name.
     """
     before = Unchanged(job)
-    with unread(job.model):
+    never = set(before.changed())  # the same: nobody sees how far an iterator has come
+    with unread(job.model, written):
         if not (job.streams or isinstance(job.data, At)):
             read(job.data, [reads % len(job.data)], job.seed)
         batched([sample], job.seed, 0, 1, collate=job.collate)
-    if places := before.changed():
+    if places := [place for place in before.changed() if place not in never]:
         raise UsageError(
             f"reading data changes {places[0]}, which the model or the loss computes with, and peers have only x and y: let "
             "collate, or data[i], give it with them, as (x, (y, it)), and let the loss take it from there"
@@ -69,24 +78,32 @@ def refuse_told_beside(job: Job, sample: Any, reads: int) -> None:
 
 
 class WeightWatch(TorchDispatchMode):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, written: Collection[str] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        own = ((n, p) for n, p in model.named_parameters() if p.requires_grad and type(p) in _PLAIN)
-        self._names = {p.untyped_storage().data_ptr(): name for name, p in own if p.device.type == "cpu" and p.numel()}
+        own = {n: t for n, t in entries(model) if (t.requires_grad or n in written) and _is_looked_at(t)}
+        self._places = [(name, place_of(tensor)) for name, tensor in own.items()]
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
         self.error: UsageError | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for given in tree_leaves((args, kwargs)):
-            if type(given) in _PLAIN and given.layout == torch.strided and given.device.type == "cpu":
-                self.refuse(self._names.get(given.untyped_storage().data_ptr()))
+        if not _OF_ITS_KIND.match(func.__name__):
+            for given in tree_leaves((args, kwargs)):
+                if _is_looked_at(given) and given.untyped_storage().data_ptr() in self._storages:
+                    first, end = place_of(given)
+                    self.refuse(
+                        next((name for name, (begin, last) in self._places if first < last and begin < end), None)
+                    )
         return func(*args, **(kwargs or {}))
 
     def refuse(self, name: str | None) -> None:
         """A weight of this name is read."""
         if name is not None:
             self.error = UsageError(
-                f"{under_way()} reads {name!r}, which is trained: peers train the model, and here it stays as it was before the "
-                "first step; compute this in forward or in the loss, or from a copy.deepcopy of the model, which stays as it is "
-                "in a plain loop too"
+                f"{under_way()} reads {name!r}, which is trained or written: peers train the model, and here it stays as it was "
+                "before the first step; compute this in forward or in the loss, or from a copy.deepcopy that is made before"
             )
             raise self.error
+
+
+def _is_looked_at(it: Any) -> bool:
+    return type(it) in _PLAIN and it.layout == torch.strided and it.device.type == "cpu" and it.numel() > 0

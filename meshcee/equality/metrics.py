@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from meshcee.capture import Capture
 from meshcee.capture.unread import unread
 from meshcee.errors import UsageError
@@ -51,18 +53,20 @@ def try_metrics(job: Job, captured: Capture, size: int, say: Callable[[str], Non
         batch = _batch(job, size, 0)
         _, output = Chain(job, captured, 1).evaluate(batch)
         for name, metric in job.metrics.items():
-            with unread(job.model):
-                _try(name, metric, output, batch[1], say)
+            _try(name, metric, output, batch[1], job.model, say)
 
 
-def _try(name: str, metric: Callable[[Any, Any], float], output: Any, target: Any, say: Callable[[str], None]) -> None:
+def _try(
+    name: str, metric: Callable[[Any, Any], float], output: Any, target: Any, model: Any, say: Callable[[str], None]
+) -> None:
     try:
-        alone = copy.deepcopy(metric)  # of an object that keeps what it is given
+        spared: Any = {id(module): module for module in (model.modules() if isinstance(model, nn.Module) else ())}
+        alone = copy.deepcopy(metric, spared)  # of an object that keeps what it is given, or the model
     except Exception:  # classes raise what they like
         return
     what = f"metric {name!r}"
     try:
-        with calling(what):
+        with unread(model), calling(what):
             found = alone(output, target)
     except UsageError as error:
         if not isinstance(error.__cause__, _OF_VALUES):

@@ -20,6 +20,7 @@ import torch
 from meshcee.callbacks import Callback, Control, Listeners
 from meshcee.capture import Capture
 from meshcee.capture.export import Unchanged
+from meshcee.capture.unread import unread
 from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError
 from meshcee.events import Event
 from meshcee.job import At, Job, shares_of
@@ -86,7 +87,8 @@ class Steering:
 
     def check(self) -> None:
         """Before all else: UsageError for a schedule that the job outlasts, or of callbacks that hear of nothing in this run."""
-        HyperSchedule(self._job.optimizer, self._job.schedule).check(self._job.steps)
+        with unread(self._job.model):
+            HyperSchedule(self._job.optimizer, self._job.schedule).check(self._job.steps)
         if (call := self.listeners.event("on_begin")) is not None:
             call()
         if self._job.metrics and self._job.eval_data is None:

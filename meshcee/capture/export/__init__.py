@@ -12,7 +12,7 @@ from meshcee.capture.export.settings import peers_default, refuse_settings
 from meshcee.capture.export.sizes import sizes_that_vary
 from meshcee.capture.export.unchanged import Unchanged
 from meshcee.capture.export.watch import Watch, keeping
-from meshcee.capture.export.writes import refuse_aliases, refuse_overlaps, refuse_shared, settled
+from meshcee.capture.export.writes import place_of, refuse_aliases, refuse_overlaps, refuse_shared, settled
 
 __all__ = [
     "EXAMPLES",
@@ -28,6 +28,7 @@ __all__ = [
     "keeping",
     "named_cuts",
     "peers_default",
+    "place_of",
     "positions",
     "refuse_aliases",
     "refuse_functions",

@@ -18,7 +18,7 @@ from meshcee.capture.export.flatten import Exported
 from meshcee.capture.graph import Analysis, Input, Node, Program, Ref, analyse, find_operator, unexpanded
 from meshcee.errors import CaptureError
 
-__all__ = ["is_copy", "refuse_aliases", "refuse_overlaps", "refuse_shared", "settled"]
+__all__ = ["is_copy", "place_of", "refuse_aliases", "refuse_overlaps", "refuse_shared", "settled"]
 
 
 def settled(exported: Exported, changed: Set[str] = frozenset()) -> tuple[list[Input], list[Node], list[int], Analysis]:
@@ -98,9 +98,9 @@ def refuse_aliases(constants: Iterable[tuple[torch.Tensor, str]], changed: Itera
 
     A view that was made outside of forward, as `self.w = self.head.weight.detach()`, follows the weight in a plain loop.
     """
-    own = [(name, _place(tensor)) for name, tensor in changed if not is_fake(tensor) and tensor.device.type == "cpu"]
+    own = [(name, place_of(tensor)) for name, tensor in changed if not is_fake(tensor) and tensor.device.type == "cpu"]
     for constant, at in constants:
-        first, end = _place(constant)
+        first, end = place_of(constant)
         for name, (own_first, own_end) in own:
             if first < own_end and own_first < end:
                 raise CaptureError(
@@ -113,14 +113,14 @@ def refuse_shared(programs: Iterable[Program], inputs: Mapping[str, torch.Tensor
     """Raise CaptureError where forward writes a raw input in memory that another one has too: eager code changes both."""
     written = {p.inputs[n.refs[0]].name for p in programs for n in p.nodes if is_copy(p, n)}
     for one, other in itertools.combinations(inputs, 2):
-        (first, end), (other_first, other_end) = _place(inputs[one]), _place(inputs[other])
+        (first, end), (other_first, other_end) = place_of(inputs[one]), place_of(inputs[other])
         if written & {one, other} and first < other_end and other_first < end:
             raise CaptureError(
                 f"collate gives {one} and {other} the same memory, and forward changes it: return {other}.clone()"
             )
 
 
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The addresses of its first byte and behind its last one. Of an array that is given twice there are two storages."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.itemsize * (tensor.numel() > 0)

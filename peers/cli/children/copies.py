@@ -18,6 +18,7 @@ from peers.device.worker.packets import LENGTH
 __all__ = ["Copies", "Copy"]
 
 MODULES = ("peers.cli.main", "peers.cli.peer", "peers.node.assemble", "hivemind", "uvloop")
+MOST_LINE = 16 << 20  # bytes
 COPY_S = 600.0  # that a copy may take, the first import on a busy machine included
 # What libraries read when they are loaded, and what a copy cannot be told later. Nothing else: a secret may stand there.
 READ_EARLY: tuple[str, ...] = (
@@ -114,7 +115,7 @@ class Copies:
         finally:
             os.close(write)
             os.close(null)
-        stdout = asyncio.StreamReader()
+        stdout = asyncio.StreamReader(limit=MOST_LINE)
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdout), os.fdopen(read, "rb", 0))
         return Copy(pid, ours, stdout)
 
