@@ -20,7 +20,7 @@ from meshcee.capture.export import Unchanged, place_of
 from meshcee.eager import entries
 from meshcee.errors import UsageError
 from meshcee.job import At, Job
-from meshcee.sampling import HyperSchedule, batched, indices_of, read
+from meshcee.sampling import batched, indices_of, read
 from meshcee.user_code import calling, under_way
 
 __all__ = ["WeightWatch", "ask_others", "refuse_told_beside", "unread"]
@@ -54,8 +54,6 @@ def ask_others(job: Job, target: Any) -> None:
         if job.sampler is not None:  # in the first two data epochs
             indices_of(job, 0)
             indices_of(job, min(job.steps - 1, len(job.data) // job.batch_size + 1))
-        if job.schedule is not None:
-            HyperSchedule(job.optimizer, job.schedule).at(min(1, job.steps - 1))
 
 
 def refuse_told_beside(job: Job, sample: Any, reads: int, written: Collection[str]) -> None:
@@ -99,8 +97,9 @@ class WeightWatch(TorchDispatchMode):
         """A weight of this name is read."""
         if name is not None:
             self.error = UsageError(
-                f"{under_way()} reads {name!r}, which is trained or written: peers train the model, and here it stays as it was "
-                "before the first step; compute this in forward or in the loss, or from a copy.deepcopy that is made before"
+                f"{under_way() or 'the schedule'} reads {name!r}, which is trained or written: peers train the model, and here it "
+                "stays as it was before the first step; compute this in forward or in the loss, or from a copy.deepcopy that is "
+                "made before"
             )
             raise self.error
 

@@ -148,7 +148,6 @@ READERS: dict[str, Callable[[Net], dict[str, Any]]] = {
     "collate": lambda net: {"collate": attacked(net)},
     "weight": lambda net: {"weight": caught(net)},
     "sampler": lambda net: {"sampler": sorted_by(net)},
-    "schedule": lambda net: {"schedule": rate_by(net)},
 }
 
 
@@ -308,5 +307,7 @@ def test_a_sampler_and_a_schedule_that_read_weights_later_are_refused_at_once() 
 
     with pytest.raises(UsageError, match=r"the sampler, in data epoch 2.* reads 'o.weight'"):
         capture(job_of(net, sampler=mined, data=ROWS[:16]))
+    with pytest.raises(UsageError, match=r"LambdaLR at .* reads 'o.weight'"):
+        meshcee.train(job_of(net, schedule=rate_by(net)), local=1)
     with pytest.raises(UsageError, match=r"the schedule, after step 2.* reads 'o.weight'"):
         meshcee.train(job_of(net, schedule=meshcee.Schedule("LambdaLR", lr_lambda=warmed)), local=1)
