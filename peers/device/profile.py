@@ -41,7 +41,7 @@ def resolve_device(wanted: str) -> str:
         never = device is None or isinstance(error, AssertionError | NotImplementedError)  # torch is built without it
         why = f": {str(error).splitlines()[0]}" if device is not None else ""
         raise (UsageError if never else NotNowError)(
-            f"--device {wanted!r} is not usable here{why}; a device is auto, cpu, cuda:N or mps, so try cpu"
+            f"device {wanted!r} is not usable here{why}; a device is auto, cpu, cuda:N or mps, so try cpu"
         ) from error
     return str(device)
 

@@ -21,20 +21,28 @@ MODULES = ("peers.cli.main", "peers.cli.peer", "peers.node.assemble", "hivemind"
 MOST_LINE = 16 << 20  # bytes
 COPY_S = 600.0  # that a copy may take, the first import on a busy machine included
 # What libraries read when they are loaded, and what a copy cannot be told later. Nothing else: a secret may stand there.
-READ_EARLY: tuple[str, ...] = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LC_",
-    "LD_",
-    "TMPDIR",
-    "PYTHON",
-    "MALLOC_",
-    "TORCH",
-    "PYTORCH_",
-    "ATEN_",
+READ_EARLY = tuple(
+    [
+        "PATH",
+        "HOME",
+        "LANG",
+        "LC_",
+        "LD_",
+        "TMPDIR",
+        "PYTHON",
+        "MALLOC_",
+        "TORCH",
+        "PYTORCH_",
+        "ATEN_",
+        "OMP_",
+        "MKL_",
+        "KMP_",
+        "GOMP_",
+        "ONEDNN_",
+        "DNNL_",
+    ]
 )
-READ_EARLY += ("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "ONEDNN_", "DNNL_")
+SINGLE = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 ENDED_WITHOUT_A_WORD = -int(signal.SIGKILL)
 
 
@@ -82,7 +90,7 @@ class Copies:
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
         early = {name: value for name, value in environment.items() if name.startswith(READ_EARLY)}
-        early["OMP_NUM_THREADS"] = "1"  # no library of this process may have threads; a copy says how many it takes
+        early |= SINGLE  # no library of this process may have threads; a copy says how many it takes
         try:
             self._process = launch("peers.cli.children.source", theirs, *MODULES, env=early, stderr=None)
         except BaseException:

@@ -138,7 +138,11 @@ def holds(pid: int, text: str) -> bool:
 
 
 @linux
-async def test_a_peer_is_a_copy_and_what_checks_its_graphs_never_held_a_secret(tmp_path: Path) -> None:
+async def test_a_peer_is_a_copy_and_what_checks_its_graphs_never_held_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for library in ("MKL", "OPENBLAS"):  # whose threads a copy would not have, and wait for
+        monkeypatch.setenv(f"{library}_NUM_THREADS", "4")
     async with Open(tmp_path) as children:
         await children.start_peers(1, threads=1)
         peer = psutil.Process(children.processes["peer-0"].pid)

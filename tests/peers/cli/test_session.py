@@ -389,7 +389,7 @@ def test_what_a_job_file_prints_is_not_among_the_facts_and_its_thread_is_told_of
         (["simulate", "job.py", "--testbed", "cee-small"], "job.py is a job: say --join"),
         (["peer", "--valid", "0"], "--valid '0' is no duration"),
         (["peer", "--valid", "99999999999d"], "no duration of up to ten years"),
-        (["peer", "--device", "tpu"], "--device 'tpu' is not usable"),
+        (["peer", "--device", "tpu"], "device 'tpu' is not usable"),
         (["train", "job.py", "--local", "99999"], "--local"),
         (["check", "job.py", "--threads", "999999999999"], "--threads"),
         (["train", ".", "--local", "1"], ". is a folder"),
