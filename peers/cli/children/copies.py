@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 from collections.abc import Mapping, Sequence
@@ -21,26 +22,8 @@ MODULES = ("peers.cli.main", "peers.cli.peer", "peers.node.assemble", "hivemind"
 MOST_LINE = 16 << 20  # bytes
 COPY_S = 600.0  # that a copy may take, the first import on a busy machine included
 # What libraries read when they are loaded, and what a copy cannot be told later. Nothing else: a secret may stand there.
-READ_EARLY = tuple(
-    [
-        "PATH",
-        "HOME",
-        "LANG",
-        "LC_",
-        "LD_",
-        "TMPDIR",
-        "PYTHON",
-        "MALLOC_",
-        "TORCH",
-        "PYTORCH_",
-        "ATEN_",
-        "OMP_",
-        "MKL_",
-        "KMP_",
-        "GOMP_",
-        "ONEDNN_",
-        "DNNL_",
-    ]
+READ_EARLY = re.compile(
+    "PATH$|HOME$|LANG|LC_|LD_|TMPDIR|PYTHON|MALLOC_|TORCH|PYTORCH_|ATEN_|OMP_|MKL_|KMP_|GOMP_|ONEDNN_|DNNL_"
 )
 SINGLE = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 ENDED_WITHOUT_A_WORD = -int(signal.SIGKILL)
@@ -89,7 +72,7 @@ class Copies:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._control, theirs = socket.socketpair()
         self._control.setblocking(False)
-        early = {name: value for name, value in environment.items() if name.startswith(READ_EARLY)}
+        early = {name: value for name, value in environment.items() if READ_EARLY.match(name)}
         early |= SINGLE  # no library of this process may have threads; a copy says how many it takes
         try:
             self._process = launch("peers.cli.children.source", theirs, *MODULES, env=early, stderr=None)
