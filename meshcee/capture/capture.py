@@ -36,7 +36,6 @@ from meshcee.capture.export import (
     peers_default,
     positions,
     refuse_aliases,
-    refuse_functions,
     refuse_idle,
     refuse_modules,
     refuse_overlaps,
@@ -201,7 +200,6 @@ class _WithLoss(nn.Module):
             loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise CaptureError(f"loss(output, target) {no_loss(loss, output, x)}")
-        refuse_functions(loss)
         if not self._evaluate:
             return (loss,)
         found: list[torch.Tensor] = []

@@ -7,7 +7,7 @@ from meshcee.capture.export.causal import causal_masks
 from meshcee.capture.export.cuts import find_cuts, named_cuts, positions
 from meshcee.capture.export.flatten import EXAMPLES, Exported, export_module
 from meshcee.capture.export.masks import asked_for_masks, refuse_idle
-from meshcee.capture.export.refusals import explain, faithful, refuse_functions, refuse_modules
+from meshcee.capture.export.refusals import explain, faithful, refuse_modules
 from meshcee.capture.export.settings import peers_default, refuse_settings
 from meshcee.capture.export.sizes import sizes_that_vary
 from meshcee.capture.export.unchanged import Unchanged
@@ -31,7 +31,6 @@ __all__ = [
     "place_of",
     "positions",
     "refuse_aliases",
-    "refuse_functions",
     "refuse_idle",
     "refuse_modules",
     "refuse_overlaps",

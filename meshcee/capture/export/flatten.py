@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshcee.capture.export.functions import BEGINS, ENDS, backward_program, renumbered, traced_functions
 from meshcee.capture.export.products import one_order
 from meshcee.capture.export.refusals import COUNTED, LENGTH, RANKS, Watched, explain, instead, where
 from meshcee.capture.export.settings import PEERS_DEFAULT
 from meshcee.capture.graph import (
+    FUNCTION,
     Batch,
     Dim,
     Free,
@@ -94,7 +96,7 @@ def export_module(
     batch = torch.export.Dim("batch", min=1, max=max(most, EXAMPLES))
     shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
-        with quiet(), one_order(most), Watched() as watched:
+        with quiet(), one_order(most), traced_functions(), Watched() as watched:
             given = tuple(tensor.detach() for tensor in arguments.values())  # labels in x and in y would be one input
             exported = torch.export.export(module, given, dynamic_shapes=(shapes,), strict=False)
     except MeshceeError:
@@ -121,6 +123,7 @@ class _Flattener:
         self.hints: dict[Any, int] = {}  # symbol -> its size in the example
         self.raw_sizes: dict[Any, tuple[int, int]] = {}  # symbol -> the first raw input that has it, and where
         self.ranges = exported.range_constraints  # symbol -> the sizes that the model takes
+        self.backward_at = 0  # where the backward pass of the function begins that is being walked
         self.equalities: list[Any] = []  # differences of sizes, which are 0 wherever the model runs
 
     def run(self) -> Exported:
@@ -210,6 +213,13 @@ class _Flattener:
                 raise CaptureError(f"autocast is on{at}; remove it and use Job(precision='bf16')")
             self._inline(node, self.numbers[sub], rest, no_grad)
             return
+        if target is BEGINS:
+            self.backward_at = len(self.nodes)
+            self.numbers[node] = [Ref(-1 - place) for place in range(len(node.args[0]))]
+            return
+        if target is ENDS:
+            self._function(node)
+            return
         name = operator_name(target)
         if _DROPPED.fullmatch(name or str(target)):
             return
@@ -257,6 +267,35 @@ class _Flattener:
             self._add(
                 node, dataclasses.replace(self.nodes[-1], operator=copied, args=(into, self.numbers[node]), kwargs={})
             )
+
+    def _function(self, node: Any) -> None:
+        """Cut the backward pass out of the nodes, as a program of its own, and give it to the function's node."""
+        outputs, inputs, grads, fixed = (self._argument(a, node) for a in node.args)
+        first = len(self.inputs) + self.backward_at
+        values = [*(entry.value for entry in self.inputs), *(made.value for made in self.nodes)]
+        behind = self.nodes[self.backward_at :]
+        del self.nodes[self.backward_at :]
+        stays: dict[
+            int, int
+        ] = {}  # sizes of what was there before, under other numbers: other nodes may read them, too
+        inner: dict[int, Node] = {}
+        for number, made in enumerate(behind, first):
+            is_size = made.value.dtype is None and not made.value.multiple
+            if is_size and all(r >= 0 and r not in inner for r in made.refs):
+                stays[number] = len(self.inputs) + len(self.nodes)
+                self.nodes.append(renumbered(made, {n: stays.get(n, n) for n in made.refs}))
+            else:
+                inner[number] = made
+        self.numbers = {n: _moved(held, stays) for n, held in self.numbers.items()}
+        self.size_numbers = {symbol: stays.get(number, number) for symbol, number in self.size_numbers.items()}
+        if not inputs:  # none of them gets a gradient
+            self.numbers[node] = outputs
+            return
+        saved, backward = backward_program(inner, [values[r.index] for r in outputs], [r.index for r in grads], values)
+        arguments = outputs, inputs, [Ref(stays.get(number, number)) for number in saved], fixed
+        ended = self.nodes[outputs[0].index - len(self.inputs)] if outputs[0].index >= len(self.inputs) else None
+        made = Node(find_operator(FUNCTION), arguments, {"backward": backward}, Value("", None, multiple=True))
+        self._add(node, made if ended is None else dataclasses.replace(made, scope=ended.scope, at=ended.at))
 
     def _add(self, node: Any, made: Node) -> None:
         self.numbers[node] = Ref(len(self.inputs) + len(self.nodes))
@@ -369,7 +408,12 @@ def _needed(graph: Any) -> set[Any]:
         if isinstance(target, torch._ops.OpOverload):
             # Written, its schema does not say.
             statistics = any(a.name == "running_mean" for a in target._schema.arguments)
-            effect = target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags or statistics
+            effect = (
+                target is BEGINS
+                or target._schema.is_mutable
+                or torch.Tag.nondeterministic_seeded in target.tags
+                or statistics
+            )
         if node in needed or (effect and not _DROPPED.fullmatch(name or str(target))):
             needed.add(node)
             needed.update(node.all_input_nodes)
@@ -449,19 +493,14 @@ def _canonical(exported: Exported) -> Exported:
         if number < base:
             new_inputs.append(inputs[number])
             continue
-        node = nodes[number - base]
-        args = _renumbered(node.args, renumber)
-        kwargs = {k: _renumbered(v, renumber) for k, v in node.kwargs.items()}
+        node = renumbered(nodes[number - base], renumber)
         value = dataclasses.replace(node.value, name=f"n{len(new_nodes)}")
-        new_nodes.append(dataclasses.replace(node, args=args, kwargs=kwargs, value=value))
+        new_nodes.append(dataclasses.replace(node, value=value))
     return Exported(new_inputs, new_nodes, [renumber[o] for o in exported.outputs], exported.constants)
 
 
-def _renumbered(argument: Any, renumber: Mapping[int, int]) -> Any:
-    if isinstance(argument, Ref):
-        return Ref(renumber[argument.index])
-    if isinstance(argument, list):
-        return [_renumbered(a, renumber) for a in argument]
-    if isinstance(argument, tuple):
-        return tuple(_renumbered(a, renumber) for a in argument)
-    return argument
+def _moved(held: Any, places: Mapping[int, int]) -> Any:
+    """What the flattener holds of a node of torch's graph, after some values have got other numbers."""
+    if isinstance(held, list):
+        return [_moved(one, places) for one in held]
+    return Ref(places.get(held.index, held.index)) if isinstance(held, Ref) else held

@@ -1,15 +1,13 @@
 """What cannot be captured, in one sentence: the operation, the line of the user's file, what to do.
 
 The idea: torch.export fails in a dozen classes of its own, and is silent about what it leaves out: it records operators, not
-the rules by which gradients flow. A custom autograd.Function would train with the gradient of its forward pass. A hook on
-a gradient would never run. A number drawn by Python would be drawn once for all steps. The mesh would then train something
-else than the plain loop, so these are refused too, while the model is traced.
+the rules by which gradients flow. A hook on a gradient would never run. A number drawn by Python would be drawn once for all
+steps. The mesh would then train something else than the plain loop, so these are refused too, while the model is traced.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import logging
 import random
@@ -25,7 +23,6 @@ import torch
 from torch import nn
 from torch._functorch import eager_transforms, vmap
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import BackwardCFunction
 from torch.nn.modules import rnn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
@@ -45,7 +42,6 @@ __all__ = [
     "explain",
     "faithful",
     "instead",
-    "refuse_functions",
     "refuse_modules",
     "where",
 ]
@@ -671,30 +667,3 @@ def _telling(owner: Any, name: str, drawing: dict[str, Place]) -> Callable[..., 
 
 def _python_generators() -> dict[str, str]:
     return {"random": repr(random.getstate()), "numpy.random": repr(np.random.get_state(legacy=False)["state"])}
-
-
-def refuse_functions(loss: torch.Tensor) -> None:
-    """Raise CaptureError if a custom autograd.Function made what the loss depends on."""
-    seen: set[Any] = set()
-    waiting = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, BackwardCFunction):
-            function = type(node)._forward_cls
-            if not function.__module__.startswith("torch._library"):  # an operator of a library: refused by its name
-                raise CaptureError(_about(function))
-        waiting += [following for following, _ in node.next_functions]
-
-
-def _about(function: type) -> str:
-    at = Place()
-    with contextlib.suppress(OSError, TypeError):
-        lines, first = inspect.getsourcelines(function)
-        at = place_in([(inspect.getsourcefile(function) or "", first, lines[0])])
-    return (
-        f"the model uses the autograd.Function {function.__module__}.{function.__qualname__}{at}, with its own backward, which "
-        "no graph holds; " + instead(at, "write it with torch functions, whose gradients follow from them")
-    )

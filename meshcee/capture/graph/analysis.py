@@ -18,12 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshcee.capture.graph.program import Input, Node, Ref, Value, is_random
+from meshcee.capture.graph.program import VIEWS, Input, Node, Ref, Value, is_random
 
 __all__ = ["PACKED", "SMALL_BUFFER_BYTES", "Analysis", "analyse", "find_recomputed", "quiet", "resolve", "unfolded"]
 
 PACKED = (torch.uint8, torch.int8, torch.int32)
-_VIEWS = ("getitem", "aten.einsum.default", "aten.broadcast_tensors.default")  # whose schemas do not say so
 _HINT = 2  # samples in the fake pass; figures are divided by it
 SMALL_BUFFER_BYTES = 4 << 20  # unmutated buffers up to this size may be used by any stage that recomputes from them
 
@@ -239,7 +238,7 @@ def _written(nodes: Mapping[int, Node], made: Mapping[int, frozenset[int]]) -> s
                 continue
             found |= {number, *made.get(number, ())}
             if number in nodes and (
-                number in made or nodes[number].operator.aliases or nodes[number].operator.name in _VIEWS
+                number in made or nodes[number].operator.aliases or nodes[number].operator.name in VIEWS
             ):
                 pending += nodes[number].refs
     return found

@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import torch
 
-from meshcee.capture.graph.operators import Operator, find_operator
+from meshcee.capture.graph.operators import FUNCTION, Operator, find_operator
 from meshcee.capture.graph.program import Batch, Dim, Free, Input, Node, Program, Ref, Value, is_random
 from meshcee.capture.graph.rules import EQUATION, MAX_DIMS, MAX_PARTS, WORDS
 from meshcee.capture.graph.strides import canonical
@@ -52,6 +52,11 @@ _KINDS = ("raw", "parameter", "buffer", "constant")
 
 
 def encode_program(program: Program) -> bytes:
+    packed: bytes = msgpack.packb(_document(program), use_bin_type=True)
+    return packed
+
+
+def _document(program: Program) -> list[Any]:
     names: dict[str, int] = {}
     nodes = []
     for node in program.nodes:
@@ -80,7 +85,7 @@ def encode_program(program: Program) -> bytes:
         ]
         for x in program.inputs
     ]
-    document = [
+    return [
         VERSION,
         list(names),
         inputs,
@@ -89,8 +94,6 @@ def encode_program(program: Program) -> bytes:
         program.num_blocks,
         sorted(program.recomputed),
     ]
-    packed: bytes = msgpack.packb(document, use_bin_type=True)
-    return packed
 
 
 def decode_program(data: bytes, limits: Limits | None = None, *, checked: bool = False) -> Program:
@@ -116,7 +119,8 @@ def decode_program(data: bytes, limits: Limits | None = None, *, checked: bool =
     return program
 
 
-def _program(document: Any) -> Program:
+def _program(document: Any, *, inner: bool = False) -> Program:
+    """`inner`: the backward pass of a function. Its inputs are values of the program around it, sizes too."""
     if not isinstance(document, list) or not document or document[0] != VERSION:
         raise GraphError("a graph has another version; use one version of meshcee on all peers")
     _, names, inputs, nodes, outputs, num_blocks, recomputed = document
@@ -124,8 +128,10 @@ def _program(document: Any) -> Program:
         raise GraphError(f"a graph has more than {MAX_VALUES} values")
     if _integer(num_blocks) < 1 or num_blocks > MAX_BLOCKS:
         raise GraphError(f"a graph has {num_blocks} blocks, more than {MAX_BLOCKS} or none")
+    if inner and FUNCTION in names:
+        raise GraphError("the backward pass of a function holds another")
     operators = [find_operator(_string(n, 128)) for n in names]
-    made_inputs = _inputs(inputs)
+    made_inputs = _inputs(inputs, inner)
     base = len(made_inputs)
     made_nodes: list[Node] = []
     for i, (operator, *rest) in enumerate(nodes):
@@ -139,18 +145,24 @@ def _program(document: Any) -> Program:
         if number < base or made_nodes[number - base].writes or is_random(made_nodes[number - base]):
             raise GraphError(f"value {number} cannot be recomputed by every stage")
     ends = tuple(_index(o, base + len(made_nodes)) for o in outputs)
-    return Program(tuple(made_inputs), tuple(made_nodes), ends, num_blocks, numbers)
+    made = Program(tuple(made_inputs), tuple(made_nodes), ends, num_blocks, numbers)
+    if inner and (num_blocks > 1 or numbers or made.changing() is not None):
+        raise GraphError("the backward pass of a function draws, writes what it is given, or has blocks")
+    return made
 
 
 def _node(i: int, operator: Operator, encoded: Any, inputs: Sequence[Input]) -> Node:
     args, kwargs, value, block, no_grad = encoded
     number = len(inputs) + i
+    kwargs, given = dict(kwargs), {}
+    if operator.name == FUNCTION:
+        given = {"backward": _program(kwargs.pop("backward"), inner=True)}
     if not isinstance(args, list) or len(args) > MAX_LIST:
         raise GraphError("it has no list of arguments, or one that is too long")
     node = Node(
         operator=operator,
         args=tuple(_argument(a, number, 0) for a in args),
-        kwargs={_string(k, 64): _argument(v, number, 0) for k, v in dict(kwargs).items()},
+        kwargs={_string(k, 64): _argument(v, number, 0) for k, v in kwargs.items()} | given,
         value=_value(value, f"n{i}"),
         block=_integer(block),
         no_grad=_flag(no_grad),
@@ -159,14 +171,14 @@ def _node(i: int, operator: Operator, encoded: Any, inputs: Sequence[Input]) -> 
     return node
 
 
-def _inputs(entries: Any) -> list[Input]:
+def _inputs(entries: Any, inner: bool) -> list[Input]:
     made: list[Input] = []
     names: set[str] = set()
     spent = 0
     for kind, name, value, trainable, mutated, persistent, data, strides, *rest in entries:
         which = _KINDS[_index(kind, len(_KINDS))]
         given = _value(value, _string(name, MAX_NAME))
-        if given.name in names or given.dtype is None:
+        if given.name in names or (given.dtype is None and not inner) or (inner and which != "raw"):
             raise GraphError(f"input {given.name[:80]!r} appears twice or is not a tensor")
         names.add(given.name)
         tensor = None
@@ -188,8 +200,7 @@ def _inputs(entries: Any) -> list[Input]:
         if (
             len(rest) > 1
             or not 0 <= offset < GRAIN_BYTES
-            or offset % given.dtype.itemsize
-            or (offset and which == "raw")
+            or (offset and (which == "raw" or given.dtype is None or offset % given.dtype.itemsize))
         ):
             raise GraphError(f"input {given.name[:80]!r} cannot begin where it says")
         lies = _strides(which, given, strides), offset
@@ -210,6 +221,9 @@ def _strides(kind: str, value: Value, given: Any) -> tuple[int, ...]:
 def _check_call(node: Node, inputs: Sequence[Input]) -> None:
     """Argument count and names by the schema; writes only to values of the program and to buffers marked so."""
     operator = node.operator
+    if operator.name == FUNCTION:
+        _check_function(node)
+        return
     if not operator.is_aten:
         if node.kwargs or not 1 <= len(node.args) <= 2 or any(isinstance(a, list | str) for a in node.args):
             raise GraphError(f"{operator.name} takes one or two numbers or values")
@@ -227,6 +241,19 @@ def _check_call(node: Node, inputs: Sequence[Input]) -> None:
                 raise GraphError(f"{operator.name} writes to {entry.name[:80]!r}, which is not marked so")
 
 
+def _check_function(node: Node) -> None:
+    """Lists of values, and a backward pass that takes and makes as many."""
+    outputs, inputs, saved, fixed = node.args
+    backward: Program = node.kwargs["backward"]
+    for values in (outputs, inputs, saved):
+        if not isinstance(values, list) or not all(isinstance(value, Ref) for value in values):
+            raise GraphError("a function takes lists of values")
+    counts = len(backward.inputs) == len(saved) + len(outputs) and len(backward.outputs) == len(inputs)
+    places = isinstance(fixed, list) and all(type(place) is int and 0 <= place < len(outputs) for place in fixed)
+    if not (counts and places and outputs and inputs and node.kwargs.keys() == {"backward"}):
+        raise GraphError("a function does not fit its backward pass")
+
+
 def _encode_argument(argument: Any) -> Any:
     """Numbers and None stand for themselves, lists are [items], the rest is {tag: what}."""
     if isinstance(argument, Ref):
@@ -239,6 +266,8 @@ def _encode_argument(argument: Any) -> Any:
         return {"f": str(argument).removeprefix("torch.")}
     if isinstance(argument, torch.layout):
         return {"l": str(argument).removeprefix("torch.")}
+    if isinstance(argument, Program):
+        return _document(argument)
     if isinstance(argument, torch.device):
         return {"d": 0}  # the device of the stage, whichever it is
     return argument

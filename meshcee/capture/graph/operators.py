@@ -1,8 +1,11 @@
 """Which operators a graph may hold, and how they are found by name.
 
 The idea: an operator is allowed if its full name stands in allowed.toml, which people review; what its arguments may be stands
-there too (meshcee/capture/graph/rules.py). Besides these there is arithmetic on sizes, and nothing else; a name from the
-network is looked up, never evaluated.
+there too (meshcee/capture/graph/rules.py). Besides these there is arithmetic on sizes, FUNCTION, and nothing else; a name from
+the network is looked up, never evaluated.
+
+FUNCTION is an autograd.Function. Its forward is ordinary nodes without a gradient. FUNCTION gives the outputs of that forward a
+gradient: its backward is a program of its own.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import functools
 import operator
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ import torch
 from meshcee.capture.graph.guards import GUARDED, teach_shapes
 from meshcee.errors import GraphError
 
-__all__ = ["ALLOWED", "Operator", "find_operator", "operator_name", "without_out"]
+__all__ = ["ALLOWED", "FUNCTION", "Operator", "find_operator", "operator_name", "without_out"]
 
 ALLOWED: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("allowed.toml").read_text())
 
@@ -33,6 +36,8 @@ def _sym_min(a: int, b: int) -> int:
 def _sym_max(a: int, b: int) -> int:
     return max(a, b)
 
+
+FUNCTION = "function.apply"
 
 # Arithmetic on sizes: Python integers in, a Python number out. `getitem` takes one output of several.
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
@@ -61,6 +66,40 @@ _ARITHMETIC_NAMES: dict[Any, str] = {f: name for name, f in _ARITHMETIC.items()}
     torch.sym_float: "int.float",
     torch.sym_int: "int.int",
 }
+
+
+class _Function(torch.autograd.Function):
+    """Tensors that are there already get a gradient: what `backward`, a program, computes of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, given: tuple[Any, ...], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs, saved, fixed, ctx.backward_program = given
+        ctx.save_for_backward(*(value if isinstance(value, torch.Tensor) else None for value in saved))
+        ctx.sizes = [value for value in saved if not isinstance(value, torch.Tensor)]
+        made = tuple(output.detach() for output in outputs)
+        ctx.mark_non_differentiable(*(made[place] for place in fixed))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        sizes = iter(ctx.sizes)
+        saved = [next(sizes) if tensor is None else tensor for tensor in ctx.saved_tensors]
+        return (None, *ctx.backward_program.run([*saved, *grads]))
+
+
+def _apply(
+    outputs: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    saved: Sequence[Any],
+    fixed: Sequence[int],
+    backward: Any,
+) -> list[torch.Tensor]:
+    """The outputs, whose gradients go to the inputs by `backward`; it gets what is saved, then the outputs' gradients.
+
+    saved  tensors and sizes
+    fixed  places of outputs that have no gradient
+    """
+    return list(_Function.apply((outputs, saved, fixed, backward), *inputs))  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -97,6 +136,9 @@ def find_operator(name: str) -> Operator:
     """The operator of this wire name; raises GraphError when it is not allowed or does not exist."""
     if name in _ARITHMETIC:
         return Operator(name, _ARITHMETIC[name])
+    if name == FUNCTION:
+        of_function = ("outputs", "inputs", "saved", "fixed", "backward")
+        return Operator(name, _apply, of_function, ("Tensor", "Tensor", "Tensor", "int", "Program"), aliases=(0,))
     if name not in ALLOWED["overloads"]:
         why = next((f": {why}" for why, names in ALLOWED["refused"].items() if name in names), "")
         raise GraphError(f"operator {name[:80]!r} is not on the allow-list{why}")

@@ -24,7 +24,10 @@ from meshcee.capture.graph.strides import contiguous
 from meshcee.errors import GraphError, PlanError
 from meshcee.files.layout import laid_out, placed
 
-__all__ = ["Batch", "Dim", "Free", "Input", "Node", "Program", "Ref", "StageSpec", "Value", "slice_program"]
+__all__ = ["VIEWS", "Batch", "Dim", "Free", "Input", "Node", "Program", "Ref", "StageSpec", "Value", "slice_program"]
+
+
+VIEWS = ("getitem", "aten.einsum.default", "aten.broadcast_tensors.default")  # whose schemas do not say so
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +249,29 @@ class Program:
     def uses_random(self) -> bool:
         return any(is_random(node) for node in self.nodes)
 
+    def run(self, inputs: Sequence[Any]) -> list[Any]:
+        """The outputs for these inputs, where they are: of the backward pass of a function, in which nothing is recorded."""
+        values = dict(enumerate(inputs))
+        device = next(value.device for value in inputs if isinstance(value, torch.Tensor))
+        for number, node in enumerate(self.nodes, len(inputs)):
+            values[number] = node.run(values, device)
+        return [values[number] for number in self.outputs]
+
+    def changing(self) -> Node | None:
+        """The first node that draws, or writes what an input holds or may hold."""
+        own: set[int] = set()  # values in memory of their own
+        for number, node in enumerate(self.nodes, len(self.inputs)):
+            names = node.operator.argument_names
+            written = [node.argument(names[place]) for place in node.writes]
+            if is_random(node) or any(not isinstance(w, Ref) or w.index not in own for w in written):
+                return node
+            shared = [node.argument(names[place]) for place in node.operator.aliases]
+            if node.operator.name in VIEWS:
+                shared = list(map(Ref, node.refs))
+            if all(isinstance(s, Ref) and s.index in own for s in shared):
+                own.add(number)
+        return None
+
     def names(self, kind: str) -> tuple[str, ...]:
         return tuple(i.name for i in self.inputs if i.kind == kind)
 
@@ -358,10 +384,13 @@ class StageSpec:
             if calls is not None and number in calls:
                 made[number] = graph.call_function(calls[number], tuple(made[r] for r in dict.fromkeys(node.refs)))
                 continue
+            programs = {k: v for k, v in node.kwargs.items() if isinstance(v, Program)}  # torch.fx would not take them
             made[number] = graph.call_function(
-                node.call,
+                functools.update_wrapper(functools.partial(node.call, **programs), node.call)
+                if programs
+                else node.call,
                 tuple(_linked(a, made, device) for a in node.args),
-                {k: _linked(v, made, device) for k, v in node.kwargs.items()},
+                {k: _linked(v, made, device) for k, v in node.kwargs.items() if k not in programs},
             )
         if not enabled:
             graph.call_function(torch._C._set_grad_enabled, (True,))

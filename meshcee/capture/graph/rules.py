@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from meshcee.capture.graph.operators import ALLOWED, Operator
+from meshcee.capture.graph.operators import ALLOWED, FUNCTION, Operator
 from meshcee.errors import GraphError
 
 __all__ = ["EQUATION", "MAX_DIMS", "MAX_PARTS", "WORDS", "check_call", "checked_again", "is_recurrent"]
@@ -37,7 +37,8 @@ _LONG = frozenset(ALLOWED["lists"]["long"])
 def check_call(operator: Operator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raises GraphError, which says what is wrong with the arguments: meta tensors, numbers, words and lists of them."""
     if not operator.is_aten:
-        _check_arithmetic(operator.name, args)
+        if operator.name != FUNCTION:  # which the decoder has looked at, and verify.py goes through
+            _check_arithmetic(operator.name, args)
         return
     given = dict(zip(operator.argument_names, args)) | dict(kwargs)
     for name, kind in zip(operator.argument_names, operator.schema_types):
@@ -60,7 +61,7 @@ def checked_again(operator: Operator, computed: bool) -> Callable[..., Any]:
     """
     base = operator.name.split(".")[1] if operator.is_aten else ""
     view = operator.aliases and not operator.mutates
-    if operator.name == "getitem" or (
+    if operator.name in ("getitem", FUNCTION) or (
         operator.is_aten and base not in _PARTS and (view or not (computed or base in _SHAPES))
     ):
         return operator.call

@@ -12,7 +12,7 @@ import importlib
 import math
 import sys
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshcee.capture.graph.analysis import quiet, resolve
 from meshcee.capture.graph.guards import teach_shapes
-from meshcee.capture.graph.operators import Operator
+from meshcee.capture.graph.operators import FUNCTION, Operator
 from meshcee.capture.graph.program import Free, Input, Node, Program, Value
 from meshcee.capture.graph.rules import check_call, is_recurrent
 from meshcee.errors import GraphError
@@ -80,19 +80,43 @@ class _Uncompiled(types.ModuleType):
 
 def verify_program(program: Program) -> None:
     """Raises GraphError where a node computes something else than its declared value, or too much."""
-    values: dict[int, Any] = {number: _given(entry, _HINT) for number, entry in enumerate(program.inputs)}
     with quiet(), torch.no_grad(), Measure() as measure:
-        for position, node in enumerate(program.nodes):
-            measure.begin()
-            try:
-                out = _called(program, node, values, _HINT)
-                _check_value(node.value, out, _HINT)
-            except GraphError as error:
-                raise NodeRefused(position, node.operator.name, str(error)) from error
-            except Exception as error:  # whatever a kernel says of nonsense
-                why = f"it cannot run ({type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]})"
-                raise NodeRefused(position, node.operator.name, why) from error
-            values[len(program.inputs) + position] = out
+        _follow(program, [_given(entry, _HINT) for entry in program.inputs], measure)
+
+
+def _follow(program: Program, inputs: Sequence[Any], measure: Measure) -> list[Any]:
+    """The outputs for these inputs; a function's backward pass is followed where the function stands."""
+    values: dict[int, Any] = dict(enumerate(inputs))
+    for position, node in enumerate(program.nodes):
+        measure.begin()
+        try:
+            out = _called(program, node, values, _HINT)
+            _check_value(node.value, out, _HINT)
+            if node.operator.name == FUNCTION:
+                _check_backward(node, values, measure)
+        except GraphError as error:
+            raise NodeRefused(position, node.operator.name, str(error)) from error
+        except Exception as error:  # whatever a kernel says of nonsense
+            why = f"it cannot run ({type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]})"
+            raise NodeRefused(position, node.operator.name, why) from error
+        values[len(program.inputs) + position] = out
+    return [values[number] for number in program.outputs]
+
+
+def _check_backward(node: Node, values: Mapping[int, Any], measure: Measure) -> None:
+    outputs, inputs, saved = (resolve(argument, values) for argument in node.args[:3])
+    backward: Program = node.kwargs["backward"]
+    given = [*saved, *(torch.empty_like(output) for output in outputs)]
+    for entry, value in zip(backward.inputs, given, strict=True):
+        _check_value(entry.value, value, _HINT)
+    for tensor, grad in zip(inputs, _follow(backward, given, measure), strict=True):
+        ends = zip(reversed(tensor.shape), reversed(grad.shape))
+        if grad.dim() < tensor.dim() or any(
+            size not in (1, more) for size, more in ends
+        ):  # autograd adds up what is more
+            raise GraphError(
+                f"its backward makes a gradient of {list(grad.shape)} for an input of {list(tensor.shape)}"
+            )
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
