@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import subprocess
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshcee.capture import Program, capture, decode_program, encode_program
+from meshcee.capture.graph import FUNCTION
 from meshcee.config import Limits
 from meshcee.errors import GraphError
 from meshcee.job import Job
@@ -156,6 +158,112 @@ def test_the_decoder_refuses(what: str) -> None:
     tracemalloc.stop()
     assert elapsed_s < 1
     assert peak - 2 * len(data) < 10 << 20
+
+
+class Scaled(torch.autograd.Function):
+    """Both outputs have gradients; a size and two tensors are kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.count = x.shape[0]
+        return x * weight, x + weight
+
+    @staticmethod
+    def backward(ctx: Any, left: torch.Tensor, right: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return left * weight + right, (left * x + right).sum(0) * ctx.count / ctx.count
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        left, right = Scaled.apply(self.first(x), self.weight)
+        return left + right
+
+
+@functools.cache
+def function_document() -> bytes:
+    data = [(torch.randn(4), torch.randn(4)) for _ in range(8)]
+    job = Job(model=Scaling(), loss=F.mse_loss, data=data, optimizer=Optimizer("SGD", lr=0.1), batch_size=4, steps=1)
+    return encode_program(capture(job).train)
+
+
+def inside(*path: int | str, to: Any) -> Callable[[Any], None]:
+    """Sets one place of the backward pass of the function."""
+    return lambda tree: put(*path, to=to)(node(tree, FUNCTION)[2]["backward"])  # type: ignore[arg-type]
+
+
+def given(place: int, to: Any) -> Callable[[Any], None]:
+    """Sets one argument of the function."""
+    return lambda tree: node(tree, FUNCTION)[1].__setitem__(place, to)
+
+
+def nested(tree: Any) -> None:
+    """The backward pass holds its function."""
+    function = copy.deepcopy(node(tree, FUNCTION))
+    inner = node(tree, FUNCTION)[2]["backward"]
+    inner[1].append(FUNCTION)
+    inner[3].append([len(inner[1]) - 1, *function[1:]])
+
+
+def drawing(tree: Any) -> None:
+    inner = node(tree, FUNCTION)[2]["backward"]
+    inner[1].append("aten.rand_like.default")
+    inner[3].append([len(inner[1]) - 1, [{"r": 0}], {}, inner[2][0][2], 0, False])
+
+
+def writing(tree: Any) -> None:
+    inner = node(tree, FUNCTION)[2]["backward"]
+    inner[1].append("aten.mul_.Tensor")
+    inner[3].append([len(inner[1]) - 1, [{"r": 0}, 2], {}, inner[2][0][2], 0, False])
+
+
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "no backward pass": lambda tree: node(tree, FUNCTION).__setitem__(2, {}),
+    "another argument": lambda tree: node(tree, FUNCTION)[2].__setitem__("more", 1),
+    "a backward pass that is a number": lambda tree: node(tree, FUNCTION)[2].__setitem__("backward", 1),
+    "a backward pass of another operator": lambda tree: tree[3][0].__setitem__(2, node(tree, FUNCTION)[2]),
+    "fewer arguments": lambda tree: node(tree, FUNCTION)[1].pop(),
+    "no outputs": given(0, []),
+    "numbers for outputs": given(0, [1, 2]),
+    "one value for many": given(0, {"r": 1}),
+    "another number of inputs": given(1, [{"r": 0}]),
+    "an input that is no tensor": lambda tree: node(tree, FUNCTION)[1][1].__setitem__(0, {"r": len(tree[2])}),
+    "another number of saved values": given(2, []),
+    "an output without a gradient that is not there": given(3, [2]),
+    "a place that is a flag": given(3, [True]),
+    "an operator inside that is not allowed": inside(1, 0, to="aten.from_file.default"),
+    "a reference inside that is not there": inside(3, 0, 1, 0, to={"r": 1 << 40}),
+    "a weight inside": inside(2, 0, 0, to=1),
+    "blocks inside": inside(5, to=2),
+    "what is computed again inside": lambda tree: (b := node(tree, FUNCTION)[2]["backward"])[6].append(len(b[2])),
+    "an output inside that is not there": inside(4, 0, to=1 << 30),
+    "another shape inside": inside(2, 0, 2, to=[2, "float32", [7, 7], [], False]),
+    "a gradient of another shape": lambda tree: inside(4, to=node(tree, FUNCTION)[2]["backward"][4][::-1])(tree),
+    "a function inside a function": nested,
+    "a draw inside": drawing,
+    "a write inside to what is given": writing,
+}
+
+
+def test_a_function_and_its_backward_pass_go_there_and_back() -> None:
+    decoded = decode_program(function_document())
+    assert encode_program(decoded) == function_document()
+    [function] = [n for n in decoded.nodes if n.operator.name == FUNCTION]
+    assert [len(argument) for argument in function.args] == [2, 2, 3, 0]  # the size of the micro-batch is kept, too
+    assert len(function.kwargs["backward"].outputs) == 2
+
+
+@pytest.mark.parametrize("what", FUNCTIONS)
+def test_the_decoder_refuses_a_function_with(what: str) -> None:
+    tree = msgpack.unpackb(function_document(), raw=False)
+    FUNCTIONS[what](tree)
+    with pytest.raises(GraphError):
+        decode_program(msgpack.packb(tree))
 
 
 def frozen_norm() -> Any:

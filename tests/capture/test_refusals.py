@@ -50,18 +50,6 @@ OPTIMIZER = torch.optim.SGD(nn.Linear(4, 4).parameters(), lr=0.1)
 COUNTING = nn.BatchNorm1d(4, momentum=None)
 
 
-class Sign(torch.autograd.Function):
-    """A sign whose gradient is made up: torch.export would record the sign alone."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return 2 * grad
-
-
 @torch.library.custom_op("tests::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
     return x * 2
@@ -358,7 +346,6 @@ REFUSED = {
     "a size that mixes samples": (lambda _, h: h.flatten()[1:].mean() + h, rf"operation .*{HERE}.*keep samples apart"),
     "a self-chosen size": (lambda _, h: h + h[:, h[0] > 0].sum(), rf"{HERE} .*size follows from values of the data"),
     "autocast": (casts, rf"autocast is on at .*{HERE}.*precision='bf16'"),
-    "a custom autograd.Function": (lambda _, h: Sign.apply(h), rf"autograd\.Function .*Sign at .*{HERE}.*own backward"),
     "a hook on a gradient": (hooks, rf"register_hook is called at .*{HERE} .*run no hooks"),
     "Python's random": (lambda _, h: h * random.random(), rf"draws from the module random at .*{HERE} .*torch\.where"),
     "numpy's random": (

@@ -90,6 +90,7 @@ from peers.wire.progress import Doing
 from peers.wire.spans import read_spans
 from peers.wire.weights import StateReceiver, digests_in, names_of
 from tests.rig import zoo
+from tests.rig.habits import job_of
 from tests.rig.mutations import MOST_BYTES, mutated
 
 __all__ = [
@@ -425,7 +426,8 @@ def offer(value: Any) -> None:
 
 @functools.cache
 def graphs() -> list[bytes]:
-    return [encode_program(capture(zoo.make("cnn")).train), encode_program(offered()[0].train)]
+    jobs = zoo.make("cnn"), job_of("CustomFunctions")
+    return [*(encode_program(capture(job).train) for job in jobs), encode_program(offered()[0].train)]
 
 
 def graph(data: Any) -> None:

@@ -119,10 +119,150 @@ class StraightThrough(torch.autograd.Function):
         return g * (x.abs() < 1)
 
 
-@habit("vec", "cls", refused="with its own backward")
+class TutorialReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        (x,) = ctx.saved_tensors
+        grad_input = grad_output.clone()
+        grad_input[x < 0] = 0
+        return grad_input
+
+
+class Reversed(torch.autograd.Function):
+    """a gradient reversal; it returns a view"""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -ctx.factor * g, None
+
+
+class Linear(torch.autograd.Function):
+    """weights among the inputs, setup_context, a gradient that autograd adds up, a size"""
+
+    @staticmethod
+    def forward(x, weight, bias):
+        return x @ weight.t() + bias
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, weight, _ = inputs
+        ctx.save_for_backward(x, weight)
+        ctx.count = x.shape[0]
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight = ctx.saved_tensors
+        return g @ weight, (g.t() @ x) * ctx.count / ctx.count, g
+
+
+class Nearest(torch.autograd.Function):
+    """a code book: two outputs, one without a gradient, needs_input_grad, writes into a tensor of its own"""
+
+    @staticmethod
+    def forward(ctx, x, book):
+        index = (x.unsqueeze(1) - book).pow(2).sum(2).argmin(1)
+        ctx.mark_non_differentiable(index)
+        ctx.save_for_backward(index, book)
+        return book[index], index
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g, _):
+        to_x = to_book = None
+        index, book = ctx.saved_tensors
+        if ctx.needs_input_grad[0]:
+            to_x = g.clone()
+        if ctx.needs_input_grad[1]:
+            to_book = torch.zeros_like(book)
+            to_book.index_add_(0, index, g)
+        return to_x, to_book
+
+
+class Kept(torch.autograd.Function):
+    """backward reads no gradient that arrives, and forward keeps an intermediate result on ctx"""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.half = torch.sigmoid(x)
+        return x * ctx.half
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.half * 0.01
+
+
+class Twins(torch.autograd.Function):
+    """two outputs with gradients, of which one may not be used"""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.exp(), 3 * x
+
+    @staticmethod
+    def backward(ctx, g, h):
+        (x,) = ctx.saved_tensors
+        found = g * x.exp()
+        found.add_(h, alpha=3.0)
+        return found
+
+
+through = StraightThrough.apply  # a name of its own, as modules have it
+
+
+@habit("vec", "cls")
 class CustomFunction(Blocks):
     def forward(self, x):
         return self.h(StraightThrough.apply(self.b(x)) + x)
+
+
+@habit("vec", "cls")
+class CustomFunctions(Blocks):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        h = TutorialReLU.apply(self.b(x)) + through(x)
+        h = Linear.apply(Reversed.apply(h, 0.3), self.w, self.bias)
+        both, one = Twins.apply(0.1 * h), Twins.apply(0.1 * h)[0]
+        return self.h(F.dropout(h, 0.1, self.training) + both[0] * both[1] + one)
+
+
+@habit("vec", "cls")
+class CodeBook(Blocks):
+    def __init__(self):
+        super().__init__()
+        self.book = nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, x):
+        h = Kept.apply(self.b(x))
+        nearest, index = Nearest.apply(h, self.book)
+        with torch.no_grad():
+            through(h)  # nothing records
+        return self.h(nearest + h + index.unsqueeze(1))
+
+
+@habit("vec", "cls", refused="draws random numbers")
+class RandomBackward(Blocks):
+    class Rounded(StraightThrough):
+        @staticmethod
+        def backward(ctx, g):
+            return g + torch.rand_like(g)
+
+    def forward(self, x):
+        return self.h(self.Rounded.apply(self.b(x)))
 
 
 @habit("vec", "cls")

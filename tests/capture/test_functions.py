@@ -1,0 +1,146 @@
+"""The user's autograd.Functions: traced with their backward pass, and trained as in eager code, wherever a stage begins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import meshcee
+from meshcee.errors import CaptureError
+from tests.rig.habits import job_of
+from tests.rig.habits.gradients import through
+
+STEPS = 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"recompute": True}, {"precision": "bf16"}], ids=str)
+@pytest.mark.parametrize("name", ["CustomFunctions", "CodeBook"])
+def test_functions_train_as_in_the_plain_loop_on_any_number_of_stages(name: str, settings: dict[str, Any]) -> None:
+    found = meshcee.check(dataclasses.replace(job_of(name), **settings), stages=(1, 2, 3, 5), steps=STEPS)
+    assert found.equal, found.differs
+
+
+def test_peers_train_a_function_and_none_of_its_code() -> None:
+    job = dataclasses.replace(job_of("CustomFunctions"), adapt=False)
+    result, plain = meshcee.train(job, local=3), meshcee.plain(job)
+    assert result.losses == plain.losses
+    assert all(torch.equal(plain.state_dict[name], tensor) for name, tensor in result.state_dict.items())
+
+
+class Doubled(torch.autograd.Function):
+    """What the functions below have in common."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return 2 * grad
+
+
+class InPlace(Doubled):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+
+class Unmade(Doubled):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        return 2 * x, 3 * x
+
+
+class Written(Doubled):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.contiguous().mul_(2)
+
+
+class Drawn(Doubled):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad + torch.rand_like(grad)
+
+
+class Summed(Doubled):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.sum(1)
+
+
+class Chosen(Doubled):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad if grad.sum() > 0 else 2 * grad
+
+
+class Differentiated(Doubled):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            return torch.autograd.grad(x.sin().sum(), x)
+
+
+HERE = r"test_functions\.py:\d+"
+REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "a function that changes its input": (
+        lambda h: InPlace.apply(h + 0),
+        rf"InPlace at .*{HERE}.*return a new tensor",
+    ),
+    "a function that wants None": (
+        lambda h: sum(Unmade.apply(h)),
+        rf"Unmade at .*{HERE}.*leave set_materialize_grads out",
+    ),
+    "a backward that writes": (lambda h: Written.apply(h), rf"in place .*mul_.* at .*{HERE} .*clone\(\) of it"),
+    "a backward that draws": (lambda h: Drawn.apply(h), rf"draws random numbers at .*{HERE} .*draw them in forward"),
+    "a backward of another shape": (
+        lambda h: Summed.apply(h),
+        rf"at .*{HERE} .*makes a gradient of \[2\] for an input of",
+    ),
+    "a backward that branches": (lambda h: Chosen.apply(h), rf"at .*{HERE} .*write a branch with torch\.where"),
+    "a backward that differentiates": (lambda h: Differentiated.apply(h), rf"computes a gradient .* at .*{HERE}"),
+}
+
+
+class Applied(nn.Module):
+    def __init__(self, then: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.then = nn.Linear(4, 1), then
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.then(self.linear(x))
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_another_function_is_refused(what: str) -> None:
+    then, message = REFUSED[what]
+    with pytest.raises(CaptureError, match=message):
+        meshcee.capture(small(Applied(then)))
+
+
+def small(model: nn.Module) -> meshcee.Job:
+    data = [(torch.randn(4), torch.randn(1)) for _ in range(8)]
+    return meshcee.Job(
+        model=model, loss=F.mse_loss, data=data, optimizer=meshcee.Optimizer("SGD", lr=0.1), batch_size=4, steps=1
+    )
+
+
+def test_apply_is_torchs_own_again_after_an_error() -> None:
+    with pytest.raises(CaptureError):
+        meshcee.capture(small(Applied(lambda h: through(h) * float(h.sum()))))
+    weight = torch.tensor([0.5, 2.0], requires_grad=True)
+    through(weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1.0, 0.0]
+    assert type(through(weight).grad_fn).__name__ == "StraightThroughBackward"
