@@ -34,6 +34,13 @@ class Event(StrEnum):
         "the model is in train mode, and dropout inside is off, as in a plain loop: call these modules' train() for it"
     )
     ENDED_EARLY = "EarlyStop has ended this run: raise its patience or leave it out to train on"
+    LEFT_IN_EVAL = (
+        "a callback has left the model in eval mode: peers train on, as a loop that calls train() in each step"
+    )
+    WEIGHTS_READ = (
+        "a callback reads weights of the model, which are here as they were before the first step: for an average take Job(ema=), "
+        "for an evaluation Job(eval_data=), for the newest weights a checkpoint"
+    )
     WEIGHTS_WRITTEN = (
         "weights of the model were written while the run goes on: peers train weights of their own, and what was written changes "
         "none of these"

@@ -23,6 +23,7 @@ __all__ = ["Listeners", "called"]
 
 log = structlog.get_logger()
 
+_NONE = contextlib.nullcontext()
 ORDER = ("never", "evaluations", "steps")
 
 
@@ -33,6 +34,7 @@ class Listeners:
         self._callbacks, self._control = tuple(callbacks), control
         self._has_plan = self._is_over = False
         self._saved = -1  # the checkpoint that was told of last
+        self.around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # the user's own callbacks
         self.waits = max((one.waits for one in self._callbacks), key=ORDER.index, default="never")
 
     def event(self, name: str, *what: Any) -> Callable[[], None] | None:
@@ -41,7 +43,9 @@ class Listeners:
 
         def call() -> None:
             for one in heard:
-                with calling(one.of_function if isinstance(one, _Each) else f"{type(one).__name__}.{name}"):
+                of_function = one.of_function if isinstance(one, _Each) else ""
+                is_ours = not of_function and type(one).__module__.startswith("meshcee.")
+                with calling(of_function or f"{type(one).__name__}.{name}"), _NONE if is_ours else self.around:
                     getattr(one, name)(self._control, *what)
 
         return call if heard else None

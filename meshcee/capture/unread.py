@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import structlog
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,11 +20,14 @@ from torch.utils._pytree import tree_leaves
 from meshcee.capture.export import Unchanged, place_of
 from meshcee.eager import entries
 from meshcee.errors import UsageError
+from meshcee.events import Event
 from meshcee.job import At, Job
 from meshcee.sampling import batched, indices_of, read
 from meshcee.user_code import calling, under_way
 
-__all__ = ["WeightWatch", "ask_others", "refuse_told_beside", "unread"]
+__all__ = ["ReadsTold", "WeightWatch", "ask_others", "refuse_told_beside", "unread"]
+
+log = structlog.get_logger()
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _OF_ITS_KIND = re.compile(r"new_|\w+_like\b")  # what takes a type and a shape, and no number
@@ -102,6 +106,22 @@ class WeightWatch(TorchDispatchMode):
                 "made before"
             )
             raise self.error
+
+
+class ReadsTold(WeightWatch):  # type: ignore[no-untyped-call]
+    """Around callbacks: who reads a weight is told of once. What the user has loaded is the user's to read."""
+
+    is_done = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.is_done = True
+        return func(*args, **(kwargs or {})) if self.is_done else super().__torch_dispatch__(func, types, args, kwargs)
+
+    def refuse(self, name: str | None) -> None:
+        if name is not None:
+            log.warning(Event.WEIGHTS_READ, parameter=name, reader=under_way())
+            self.is_done = True
 
 
 def _is_looked_at(it: Any) -> bool:

@@ -5,8 +5,9 @@ a group. `blamed` says of which samples an error of the user's own code is. `Wat
 and the user's line that differ.
 """
 
+from meshcee.equality.blame import blamed, refuse_failing
 from meshcee.equality.checking import STAGES, Checked, check, refuse
-from meshcee.equality.net import blamed, examine, refuse_failing
+from meshcee.equality.net import examine
 from meshcee.equality.sizes import cuts_of, sizes_of
 from meshcee.equality.trial import check_sharing, why_not_shared
 

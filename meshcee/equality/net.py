@@ -15,9 +15,7 @@ import contextlib
 import functools
 import itertools
 import math
-import re
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,7 +25,7 @@ import torch
 from torch import nn
 
 from meshcee.capture import Capture, watch_sizes
-from meshcee.capture.export import EXAMPLES
+from meshcee.capture.graph import Free
 from meshcee.eager import entries, halve, into_training, on_loan
 from meshcee.equality.blocks import Blocks, Weights, stand_in, without_saving
 from meshcee.equality.failing import (
@@ -37,24 +35,23 @@ from meshcee.equality.failing import (
     names_of,
     odd_ones,
     warnings_told,
-    without_numbers,
 )
+from meshcee.equality.lengths import Pass, parted, shortest_and_longest
 from meshcee.equality.lines import line_that
 from meshcee.equality.metrics import try_data, try_metrics
-from meshcee.equality.recorder import Call, Recorder, unlike, unlike_backwards, values_of
+from meshcee.equality.recorder import Call, Recorder, tensors_in, unlike, unlike_backwards, values_of
 from meshcee.equality.sizes import Cut, machine_flops_per_s
 from meshcee.equality.watch import Slot, Watch, digest
-from meshcee.errors import MeshceeError, NonFiniteLossError, UnequalError, UsageError
+from meshcee.errors import MeshceeError, UnequalError, UsageError
 from meshcee.files import large_apart, limits
 from meshcee.files.layout import copied
 from meshcee.job import Job, seed_of
 from meshcee.optim import Optimizer
-from meshcee.sampling import GENERATORS, Source, batched, call_model, inputs_of, probes, rebuild, source_of
-from meshcee.sampling.odd import names_of_probes
+from meshcee.sampling import GENERATORS, Source, call_model, inputs_of, rebuild, source_of
 from meshcee.sampling.traces import leaving_nothing
 from meshcee.stage import Chain
 
-__all__ = ["blamed", "examine", "refuse_failing"]
+__all__ = ["Net", "examine"]
 
 _NOTHING = Slot("value", None, lambda: None)
 WAY_OUT = "Job(verify=False) or --no-verify trains it all the same"
@@ -66,8 +63,6 @@ BLOCKS = (
 BACKWARD = 2.0  # what a backward pass takes, in forward passes
 UTILISATION = 0.5  # of the speed of a matrix product, by a whole model
 LEAST_S = 1.0  # for models whose capture takes no time
-FAILING_S = 10.0  # a pass of the module that asks whether it fails too
-PROBED = 16  # samples: as many as capture looks at
 
 
 @dataclass(frozen=True)
@@ -94,58 +89,12 @@ def examine(
     `budget_s` is what it may take, about; by default what the capture took.
     """
     with warnings_told(), large_apart(), leaving_nothing(job):
-        _Net(job, captured, cuts, max(LEAST_S, captured.took_s) if budget_s is None else budget_s, say).run(sizes)
+        Net(job, captured, cuts, max(LEAST_S, captured.took_s) if budget_s is None else budget_s, say).run(sizes)
 
 
-def blamed(
-    job: Job,
-    captured: Capture,
-    raised: MeshceeError,
-    batch: tuple[Any, Any] | None,
-    step: int,
-    rows: tuple[int, int],
-    *,
-    evaluate: bool,
-) -> MeshceeError:
-    """What a micro-batch has raised on a peer, with its samples: those of the step, or of an evaluation, from the first of `rows`.
+class Net:
+    """One job's look. `budget_s` bounds what it takes; `say` is told what was left out."""
 
-    UsageError where the user's own module, which was looked at, fails alike on them here: then no peer is at fault. Any machine
-    may be out of memory: that is held against no user's code. `batch`: the samples, if they are here.
-    """
-    names = names_of(job, step, *rows, evaluate=evaluate)
-    if isinstance(raised, NonFiniteLossError):
-        return NonFiniteLossError(f"{raised}. {without_numbers(names, batch)}")
-    if batch is None or not job.verify or (memory := re.compile("memory", re.IGNORECASE)).search(str(raised)):
-        return raised
-    error = _own_error(job, captured, batch, names, evaluate=evaluate)
-    if error is None or f"{type(error.__cause__).__name__}: " not in str(raised) or memory.search(str(error.__cause__)):
-        return raised
-    return UsageError(f"{'the evaluation after ' * evaluate}step {step + 1}: {error}")
-
-
-def _own_error(
-    job: Job, captured: Capture, batch: tuple[Any, Any], names: Sequence[str], *, evaluate: bool = False
-) -> UsageError | None:
-    """What the user's own model or loss fails with on this batch, whose rows have these names; None where it is not known to."""
-    with warnings.catch_warnings(action="ignore"), large_apart():
-        return _Net(job, captured, (), FAILING_S, lambda text: None).failing(batch, names, evaluate=evaluate)
-
-
-def refuse_failing(job: Job, captured: Capture) -> None:
-    """Raise UsageError where the user's own model or loss fails on samples that were looked at."""
-    samples = dict(zip(names_of_probes(job, PROBED), probes(job, PROBED)))
-
-    def error_of(sample: Any, name: str) -> UsageError | None:
-        return _own_error(job, captured, batched([sample] * EXAMPLES, job.seed, collate=job.collate), [name] * EXAMPLES)
-
-    found = [error for name, (sample, _) in samples.items() if (error := error_of(sample, name)) is not None]
-    if found and len(found) == len(samples):
-        raise error_of(next(iter(samples.values()))[0], "each sample that was looked at") or found[0]
-    if found:
-        raise found[0]
-
-
-class _Net:
     def __init__(
         self, job: Job, captured: Capture, cuts: Sequence[Cut], budget_s: float, say: Callable[[str], None]
     ) -> None:
@@ -179,6 +128,10 @@ class _Net:
             if whole:
                 for size, backward in self._affordable(sizes):
                     self._compare(size, backward)
+                if self.compared and any(
+                    isinstance(d, Free) for e in self.captured.train.inputs for d in e.value.shape
+                ):
+                    self._compare_lengths(max(self.compared))
             else:
                 self._forward_only(sizes[0])
 
@@ -328,6 +281,28 @@ class _Net:
             raise UnequalError(found)
         self._put_back()
 
+    def _compare_lengths(self, size: int) -> None:
+        batches, seen = shortest_and_longest(self.job, self._source, size), [self.ready]
+
+        def run(batch: Any) -> Pass:
+            state = {name: copied(t) for name, t in self._state().items() if name in self.cloned}
+            self.batch, recorder = batch, Recorder(forget=True)
+            loss = self._forward(recorder).detach()
+            seen.append(self.watch.look())
+            for name, tensor in state.items():
+                self._state()[name].copy_(tensor)
+            return Pass(recorder, loss, tuple(map(digest, (*tensors_in(self.output), loss))))
+
+        call = parted(*batches, self._put_back, run) if batches is not None else None
+        if call is not None:
+            says = self._carried(seen, differs=True) or (
+                f"peers keep nothing of Python's from pass to pass; compute all from x and y in each pass; {WAY_OUT}"
+            )
+            raise UnequalError(
+                f"after a micro-batch of another length {call.name}{call.where} makes other numbers: {says}"
+            )
+        self._put_back()
+
     def _compare_blocks(self, size: int) -> bool:
         """The forward pass alone, of a model that does not fit. False where its code wants its tensors as they are."""
         assert self.weights is not None
@@ -435,7 +410,7 @@ class _Net:
             if recorder is not None:  # what it is given are stand-ins
                 around.enter_context(recorder)
             self.under_way = "the model"
-            output = call_model(self.model, rebuild(x, "x", tensors))
+            self.output = output = call_model(self.model, rebuild(x, "x", tensors))
             self.under_way = "the loss"
             loss: torch.Tensor = self.job.loss(output, rebuild(y, "y", tensors))
         return loss

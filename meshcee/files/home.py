@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from meshcee.errors import JoinError, NotNowError, ProtocolError, UsageError
+from meshcee.errors import CheckpointError, JoinError, NotNowError, ProtocolError, UsageError
 from meshcee.fields import Count, Finite, NotNegative, Ordinal, read
 from meshcee.files import disk
 from meshcee.files.strict_json import loads
@@ -164,11 +164,17 @@ class Run:
         lock.close()
         raise UsageError(f"run {self.id} is still running; stop it with `meshcee run stop {self.id}`")
 
-    def reports(self) -> list[dict[str, Any]]:
+    def reports(self, needed: int = 0) -> list[dict[str, Any]]:
         """One a step, as it was told last; none of a step that was taken back. A line that a killed owner or a power cut has torn
-        is none.
+        is none. CheckpointError where one of the first `needed` steps has none.
         """
         told, _ = self._told()
+        if (missing := next((step for step in range(needed) if step not in told), None)) is not None:
+            raise CheckpointError(
+                f"{self.report_file} has no line of step {missing + 1}, which the checkpoint counts: callbacks may have changed a "
+                "rate there, and the run would go on with other rates; put the file back from a copy, or begin a run with the "
+                f"weights of `meshcee checkpoint export {self.id}`"
+            )
         return [told[step] for step in sorted(told)]
 
     @property

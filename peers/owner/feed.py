@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import structlog
 import torch
+from torch import nn
 
 from meshcee.callbacks import Callback, Control, Listeners
 from meshcee.capture import Capture
 from meshcee.capture.export import Unchanged
-from meshcee.capture.unread import unread
+from meshcee.capture.unread import ReadsTold, unread
 from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError
 from meshcee.events import Event
 from meshcee.job import At, Job, shares_of
@@ -98,6 +99,8 @@ class Steering:
         """Before the first step: what runs between steps may not change what the model and the loss compute with any more."""
         written = {entry.name for entry in captured.train.inputs if entry.mutated}
         self._unchanged = Unchanged(self._job, written)
+        if isinstance(self._job.model, nn.Module):
+            self.listeners.around = ReadsTold(self._job.model)
 
     def look(self, last: bool = False) -> None:
         """Between two steps: UsageError if the user's code, whichever it was, has changed what the model and the loss compute with.

@@ -248,7 +248,7 @@ class Training:
             begins, kinds = 0, about.devices
             self._check_weights = partial(check_weights, first_weights(captured), about.weights)
             self._check_weights(again=False)
-        reports = run.reports()
+        reports = run.reports(begins)
         for line in reports:
             self._numbers.losses[line["step"]] = number(line["loss"])
         self._steering.control.id = run.id

@@ -36,7 +36,8 @@ class Unchanged:
     def __init__(self, job: Job, written: Collection[str] = ()) -> None:
         self._model = job.model if isinstance(job.model, nn.Module) else nn.Module()
         self._loss, self._written = job.loss, frozenset(written)
-        self._before = self._seen()
+        self._before, self._parts = self._seen(), _parts(self._model)
+        self._is_told_of_mode = False
         self._versions: dict[str, Any] | None = {}  # as the first look finds them
 
     def __call__(self) -> None:
@@ -48,17 +49,21 @@ class Unchanged:
                 "graph that was made of it then: count steps in a registered buffer that forward adds to, thaw weights in a "
                 "second run, and change learning rates by run.set_lr"
             )
+        if not self._is_told_of_mode and self._parts["training"] and not self._model.training:
+            log.warning(Event.LEFT_IN_EVAL)
+            self._is_told_of_mode = True
         if self._versions is not None and (written := self._written_weights()):
             log.warning(Event.WEIGHTS_WRITTEN, parameters=written[:3])
             self._versions = None
 
     def changed(self) -> list[str]:
         """The places of what is other than at first."""
-        now = self._seen()
+        now, parts = self._seen(), _parts(self._model)
+        moved = [place for place, part in self._parts.items() if place != "training" and parts.get(place) != part]
         places = [place for place in self._before.changed(now) if self._before.is_used(place) or now.is_used(place)]
         if not all(seen.values.get(_MODE) for seen in (self._before, now)):
             places = [place for place in places if not place.startswith(_MODE.partition(" of ")[0])]
-        return places
+        return places + moved
 
     def _written_weights(self) -> list[str]:
         assert self._versions is not None
@@ -89,6 +94,43 @@ class _WithNumbers(Remembered):
         if isinstance(item, np.ndarray) and item.nbytes >= self.most_bytes and not item.dtype.hasobject:
             return item.shape, str(item.dtype), hash(item.take(_places(item.size).numpy()).tobytes())
         return super()._value(item)
+
+
+class _Same:
+    """An object that equals itself alone, and is kept: no other has its address meanwhile."""
+
+    def __init__(self, it: Any) -> None:
+        self.it = getattr(it, "__func__", it)  # a method is another object each time
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.it is other.it
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _parts(model: nn.Module) -> dict[str, Any]:
+    """What a model consists of beside numbers: its modules with their classes, functions and hooks."""
+    found: dict[str, Any] = {"training": model.training}
+    for path, module in model.named_modules():
+        where = f"module {path!r}" if path else "the model"
+        found[f"the class of {where}"] = _Same(type(module))
+        found[f"the list of modules in {where}"] = [(name, _Same(part)) for name, part in module._modules.items()]
+        held = vars(module)
+        hooks = [held[name] for name in sorted(held) if name.endswith("_hooks") and isinstance(held[name], dict)]
+        hooks += [h for p in module._parameters.values() for h in (_of_tensor(p, n) for n in _HOOKS)]
+        found[f"the list of hooks of {where}"] = [_Same(hook) for of_kind in hooks for hook in of_kind.values()]
+        for name in {"forward", *held}:
+            function = held.get(name)
+            if (callable(function) and not isinstance(function, nn.Module | torch.Tensor)) or name == "forward":
+                found[f"the function {name!r} of {where}"] = _Same(function)
+    return found
+
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _of_tensor(tensor: torch.Tensor | None, name: str) -> dict[Any, Any]:
+    return getattr(tensor, name, None) or {}
 
 
 def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:

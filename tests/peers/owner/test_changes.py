@@ -1,0 +1,163 @@
+"""Callbacks that change what the model consists of, or read weights that peers train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import structlog
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import meshcee
+from meshcee.capture.export import Unchanged
+from meshcee.errors import UsageError
+from meshcee.events import Event
+from tests import mutation
+
+
+class Activation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.function: Callable[[torch.Tensor], torch.Tensor] = torch.relu
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+class Other(Activation):
+    pass
+
+
+def job_of(**settings: Any) -> meshcee.Job:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), Activation(), nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+    data = [(row, row.sum(0, keepdim=True)) for row in torch.randn(32, 4)]
+    optimizer = meshcee.Optimizer("SGD", lr=0.01)
+    return meshcee.Job(model=model, loss=F.mse_loss, data=data, optimizer=optimizer, batch_size=8, steps=5, **settings)
+
+
+def other_forward(model: Any) -> None:
+    model[1].forward = MethodType(lambda self, x: x, model[1])
+
+
+def other_class(model: Any) -> None:
+    model[1].__class__ = Other
+
+
+def other_module(model: Any) -> None:
+    model[1] = nn.Tanh()
+
+
+def other_function(model: Any) -> None:
+    model[1].function = F.gelu
+
+
+def fewer_modules(model: Any) -> None:
+    del model[1]
+
+
+CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
+    "another module": (other_module, "the list of modules in the model"),
+    "fewer modules": (fewer_modules, "attribute 'in_features' of module '1'"),
+    "another function": (other_function, "the function 'function' of module '1'"),
+    "another forward": (other_forward, "the function 'forward' of module '1'"),
+    "another class": (other_class, "the class of module '1'"),
+    "a hook": (lambda m: m[2].register_forward_hook(lambda *_: None), "the list of hooks of module '2'"),
+    "a hook before": (lambda m: m[2].register_forward_pre_hook(lambda *_: None), "the list of hooks of module '2'"),
+    "a hook on a gradient": (lambda m: m[2].weight.register_hook(lambda g: 0 * g), "the list of hooks of module '2'"),
+    "a hook behind a gradient": (
+        lambda m: m[2].weight.register_post_accumulate_grad_hook(lambda p: None),
+        "the list of hooks of module '2'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_another_model_than_before_the_first_step_is_seen(what: str) -> None:
+    job = job_of()
+    look, (change, place) = Unchanged(job), CHANGES[what]
+    look()
+    change(job.model)
+    with pytest.raises(UsageError, match=rf"^({place}).* is not what it was before the first step"):
+        look()
+
+
+def test_what_computes_nothing_may_come() -> None:
+    job = job_of()
+    look = Unchanged(job)
+    job.model.note = lambda: 1  # type: ignore[union-attr]
+    look()
+    assert look.changed() == []
+
+
+def test_a_run_ends_at_a_callback_that_swaps_a_module() -> None:
+    job = job_of()
+
+    class Swaps(meshcee.Callback):
+        waits = "steps"
+
+        def on_step(self, run: Any, report: Any) -> None:
+            other_module(job.model)
+
+    with pytest.raises(UsageError, match="the list of modules in the model is not what it was"):
+        meshcee.train(job, local=1, callbacks=[Swaps()])
+
+
+def told(job: meshcee.Job, callback: Any) -> list[str]:
+    with structlog.testing.capture_logs() as lines:
+        losses = meshcee.train(job, local=1, callbacks=[callback]).losses
+    assert list(losses) == meshcee.plain(job_of()).losses
+    return [line["event"] for line in lines]
+
+
+READS: dict[str, Callable[[Any], object]] = {
+    "an evaluation": lambda model: model(torch.ones(1, 4)),
+    "a copy": lambda model: {name: tensor.clone() for name, tensor in model.state_dict().items()},
+    "an average": lambda model: torch.zeros(8, 4).lerp_(model[0].weight.detach(), 0.1),
+    "a norm": lambda model: model[0].weight.norm(),
+}
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_callback_that_reads_weights_is_told_of_once(what: str) -> None:
+    """They are those before the first step: an average of them is worthless."""
+    job = job_of()
+    assert told(job, lambda run, report: READS[what](job.model)).count(Event.WEIGHTS_READ) == 1
+
+
+def test_a_callback_may_read_what_it_has_loaded() -> None:
+    job = job_of()
+    held = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}  # type: ignore[union-attr]
+
+    def load(run: Any, report: Any) -> None:
+        job.model.load_state_dict(held)  # type: ignore[union-attr]
+        job.model(torch.ones(1, 4))  # type: ignore[operator]
+
+    assert Event.WEIGHTS_READ not in told(job, load)
+
+
+def test_a_callback_may_count_weights() -> None:
+    job = job_of()
+
+    def count(run: Any, report: Any) -> None:
+        assert sum(p.numel() for p in job.model.parameters()) > 0  # type: ignore[union-attr]
+
+    assert Event.WEIGHTS_READ not in told(job, count)
+
+
+def test_a_model_that_a_callback_leaves_in_eval_mode_is_told_of_once() -> None:
+    job = job_of()
+    assert told(job, lambda run, report: job.model.eval()).count(Event.LEFT_IN_EVAL) == 1  # type: ignore[union-attr]
+    assert Event.LEFT_IN_EVAL not in told(job_of(), lambda run, report: None)
+
+
+def test_the_look_at_parts_is_what_finds_them() -> None:
+    job = job_of()
+    with mutation.changed(Unchanged, "return places + moved", "return places"):
+        look = Unchanged(job)
+        other_module(job.model)
+        look()
