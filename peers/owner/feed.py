@@ -53,6 +53,9 @@ __all__ = ["EVERY_S", "Feed", "Portion", "Stalls", "Steering"]
 log = structlog.get_logger()
 
 LOOKS_EVERY = 50  # times as long as it takes to look at what the user's code may change
+WATCHED_EVERY = (
+    16  # steps for one in which a mode sees whether data reads weights: operators take a little longer in it
+)
 MOST_FED = 2  # steps that are under way before the one that is read
 
 
@@ -225,6 +228,13 @@ class Feed:
         """The stacked (x, y) of one micro-batch, or of some of its rows."""
         if round.forward_only:
             return self._evaluated(micro, rows)
+        watched = (
+            round.step % WATCHED_EVERY == WATCHED_EVERY - 1
+        )  # data may read weights late, as from a second data epoch on
+        with unread(self._job.model if watched else None):
+            return self._training_samples(round, micro, rows)
+
+    def _training_samples(self, round: Round, micro: int, rows: tuple[int, int] | None) -> tuple[Any, Any]:
         first, size = micro * self._micro_batch, self._micro_batch
         if not self._reads_whole:
             begin, end = rows or (0, size)

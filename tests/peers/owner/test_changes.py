@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -161,3 +162,30 @@ def test_the_look_at_parts_is_what_finds_them() -> None:
         look = Unchanged(job)
         other_module(job.model)
         look()
+
+
+class Late:
+    """From some reading on, as a curriculum from its second data epoch on, the samples depend on the weights."""
+
+    def __init__(self, rows: torch.Tensor, model: Any, first: int) -> None:
+        self.rows, self.model, self.first, self.reads = rows, model, first, 0
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        self.reads += 1
+        row, target = self.rows[place], self.rows[place].sum(0, keepdim=True)
+        return row, target if self.reads < self.first else self.model(row).detach()
+
+
+@pytest.mark.parametrize("collate", [False, True])
+def test_data_that_reads_weights_late_ends_the_run(collate: bool) -> None:
+    """Looks before the first step do not come so far."""
+    job = dataclasses.replace(job_of(), steps=40)
+    late = Late(torch.randn(32, 4), job.model, 120)
+    job = dataclasses.replace(job, data=late, collate=torch.utils.data.default_collate if collate else None)
+    told: list[Any] = []
+    with pytest.raises(UsageError, match=r"reads '0\.weight', which is trained"):
+        meshcee.train(job, local=1, on_report=told.append)
+    assert told
