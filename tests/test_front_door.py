@@ -59,7 +59,7 @@ class Raises(torch.nn.Module):
 LINE = rf"failed at {HERE}:\d+: ValueError: mine"
 CASES = {
     "data": ({"data": Bad(96)}, rf"data\[\d+\] {LINE}|data\[\d+\] of step 1 {LINE}"),
-    "weight": ({"weight": fails}, f"Job.weight of step 1 {LINE}"),
+    "weight": ({"weight": fails}, f"Job.weight {LINE}"),
     "loss": ({"loss": fails}, f"the loss {LINE}"),
     "model": ({"model": Raises()}, f"the model {LINE}"),
     "metric": ({"eval_data": Pairs(6), "metrics": {"bad": fails}}, f"metric 'bad' {LINE}"),

@@ -20,7 +20,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from meshcee.capture.evaluated import Evaluated
 from meshcee.capture.export import (
     EXAMPLES,
     Exported,
@@ -331,6 +330,8 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
             evaluation: Program | None = None
             form: Any = None
             if evaluate if evaluate is not None else job.eval_data is not None:
+                from meshcee.capture.evaluated import Evaluated
+
                 evaluated = Evaluated(model)
                 with evaluated.looked_at():
                     eval_wrap = _WithLoss(model, job, example, evaluate=True)

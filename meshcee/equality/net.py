@@ -291,7 +291,7 @@ class Net:
             seen.append(self.watch.look())
             for name, tensor in state.items():
                 self._state()[name].copy_(tensor)
-            return Pass(recorder, loss, tuple(map(digest, (*tensors_in(self.output), loss))))
+            return Pass(recorder, loss, tuple(map(digest, (*tensors_in(recorder.output), loss))))
 
         call = parted(*batches, self._put_back, run) if batches is not None else None
         if call is not None:
@@ -410,9 +410,11 @@ class Net:
             if recorder is not None:  # what it is given are stand-ins
                 around.enter_context(recorder)
             self.under_way = "the model"
-            self.output = output = call_model(self.model, rebuild(x, "x", tensors))
+            output = call_model(self.model, rebuild(x, "x", tensors))
             self.under_way = "the loss"
             loss: torch.Tensor = self.job.loss(output, rebuild(y, "y", tensors))
+            if recorder is not None:
+                recorder.output = output
         return loss
 
     def _pass(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -48,6 +48,7 @@ class Recorder(TorchFunctionMode):
         self._numbered: dict[int, int] = {}  # address -> what its memory is called now
         self._count = itertools.count(1)
         self.numbers: set[Any] = set()  # fingerprints of all that was given or left
+        self.output: Any = None  # of the model, which the loss was given
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
