@@ -260,7 +260,9 @@ class Home:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or home_folder(os.environ)
-        if self.folder.is_file():
+        with self.writable():  # a name that is too long, or in a folder of somebody else
+            is_file = self.folder.is_file()
+        if is_file:
             raise UsageError(
                 f"{self.folder} is a file, and runs and identities need a folder: set MESHCEE_HOME to another path"
             )
@@ -307,6 +309,12 @@ class Home:
                 f"this machine's folder cannot be written ({disk.refusal(error)}): make room, check its owner and permissions, "
                 "or set MESHCEE_HOME to another folder"
             ) from error
+
+    def check(self) -> None:
+        """UsageError where nothing can be written here: what a run has made would have no place."""
+        with self.writable():
+            disk.make_folder(self.folder)
+            disk.probe(self.folder / NUMBER)
 
     def next_incarnation(self, after: int = 0) -> int:
         """The owner's start counter: higher with every start, and than `after`; on disk before it is used. Two owners that
