@@ -156,8 +156,6 @@ def publish(path: Path, data: Data) -> None:
 
 def probe(path: Path) -> None:
     """OSError where a file of this name could not be written now. Nothing stays of it."""
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     with _beside(path, b"", 0o600) as partial:
         _disk.unlink(partial)
 
@@ -184,7 +182,7 @@ def write_once(path: Path, data: Data) -> None:
 @contextlib.contextmanager
 def _beside(path: Path, data: Data, mode: int) -> Iterator[Path]:
     """A file of these bytes beside the place; it is gone when the block fails."""
-    if not path.name:
+    if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_partial)}.part")
     try:
@@ -326,9 +324,8 @@ def remedy(error: OSError) -> str:
     """What a user does about a file that could not be written."""
     if is_full(error):
         return "make room, or name a file on another disk"
-    if error.errno == errno.ENAMETOOLONG:
-        return "give it a shorter name"
-    return "name a file in a folder where this user may write"
+    is_long = error.errno == errno.ENAMETOOLONG
+    return "give it a shorter name" if is_long else "name a file in a folder where this user may write"
 
 
 def _named(path: Path) -> Path:

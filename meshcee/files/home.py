@@ -310,12 +310,6 @@ class Home:
                 "or set MESHCEE_HOME to another folder"
             ) from error
 
-    def check(self) -> None:
-        """UsageError where nothing can be written here: what a run has made would have no place."""
-        with self.writable():
-            disk.make_folder(self.folder)
-            disk.probe(self.folder / NUMBER)
-
     def next_incarnation(self, after: int = 0) -> int:
         """The owner's start counter: higher with every start, and than `after`; on disk before it is used. Two owners that
         start at once get two.

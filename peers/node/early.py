@@ -6,7 +6,7 @@ from typing import Any
 
 from dht import Token
 from meshcee.errors import UsageError
-from meshcee.files import Home
+from meshcee.files import Home, disk
 from meshcee.plan import Plan
 from peers.state import CheckpointStore
 
@@ -32,7 +32,9 @@ def look_for(token: str | None, home: Home | None, resume: str | None) -> None:
     if token is not None:
         Token.parse(token)
     if home is not None:
-        home.check()
+        with home.writable():
+            disk.make_folder(home.folder)
+            disk.probe(home.folder / "incarnation")
     if resume is None:
         return
     if home is None:
