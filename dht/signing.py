@@ -286,7 +286,11 @@ class Token:
 def _seed(address: str) -> str:
     try:
         address = checked(address.strip())
-        public_key_of(peer_of(address) or "")
+        if (peer := peer_of(address)) is None:
+            raise UsageError(
+                f"this address cannot be joined: {address} does not say whose it is; put /p2p/ID of its peer behind it"
+            )
+        public_key_of(peer)
     except ProtocolError as error:
         raise UsageError(f"this address cannot be joined: {error}") from error
     return address

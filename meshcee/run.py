@@ -122,7 +122,7 @@ def train(
     _check_count(local)
     callbacks = called(callbacks)
     keep = keeps or keep_best is not None or any(getattr(one, "needs_folder", False) for one in callbacks)
-    if join is not None or resume is not None:
+    if join is not None or resume is not None or keep:
         from meshcee.files import Home
         from meshcee.files.token_file import read_token
         from peers.node.early import look_for

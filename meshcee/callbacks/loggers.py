@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import importlib
 import io
+import os
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,8 +100,12 @@ class _Csv(_Logger):
         self._path, self.what = Path(path), f"csv:{path}"
         self._waiting: deque[bytes] = deque(maxlen=MOST_ROWS)
         self._goes: int | None = None  # the file's rows from this step on
-        if not path or not self._path.parent.is_dir():
+        if not path or not os.path.isdir(self._path.parent):
             raise UsageError(f"csv:FILE wants a file in a folder that is there, not {path!r:.200}")
+        if not os.path.exists(path) or os.path.isdir(path):
+            disk.check_place(self._path, "csv:FILE")
+        elif not os.access(path, os.W_OK):
+            raise UsageError(f"csv:FILE: {path} is there and cannot be written; name another file")
 
     def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
         told = [{"step": r["step"], **_figures(r)} for r in reports]

@@ -21,6 +21,7 @@ __all__ = [
     "Disk",
     "File",
     "append",
+    "check_place",
     "is_full",
     "is_refusal",
     "is_torn",
@@ -29,8 +30,10 @@ __all__ = [
     "make_folder",
     "move",
     "new_folder",
+    "probe",
     "publish",
     "refusal",
+    "remedy",
     "remove",
     "remove_tree",
     "sync_file",
@@ -148,7 +151,23 @@ def publish(path: Path, data: Data) -> None:
         with _beside(path, data, 0o644) as partial:
             _disk.rename(partial, path)
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; name a file in another folder") from error
+        raise UsageError(f"cannot write {refusal(error)}; {remedy(error)}") from error
+
+
+def probe(path: Path) -> None:
+    """OSError where a file of this name could not be written now. Nothing stays of it."""
+    with _beside(path, b"", 0o600) as partial:
+        _disk.unlink(partial)
+
+
+def check_place(path: Path, option: str) -> None:
+    """Before hours of work for a file that the user has named: UsageError where it could not be written now."""
+    try:
+        if not path.parent.is_dir():
+            raise UsageError(f"{option}: there is no folder {path.parent}")
+        probe(path)
+    except OSError as error:
+        raise UsageError(f"{option}: cannot write {refusal(error)}; {remedy(error)}") from error
 
 
 def write_once(path: Path, data: Data) -> None:
@@ -163,6 +182,8 @@ def write_once(path: Path, data: Data) -> None:
 @contextlib.contextmanager
 def _beside(path: Path, data: Data, mode: int) -> Iterator[Path]:
     """A file of these bytes beside the place; it is gone when the block fails."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     partial = path.with_name(f".{path.name}.{os.getpid()}.{next(_partial)}.part")
     try:
         file = File(partial, mode)
@@ -280,22 +301,9 @@ def _told(path: Path) -> Iterator[None]:
         raise
 
 
-_REFUSALS = {
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EIO,
-    errno.EFBIG,
-    errno.ENOTDIR,
-    errno.EISDIR,
-}
-
-
 def is_refusal(error: OSError) -> bool:
-    """Whether a disk has refused something, and says what: no bug of ours."""
-    return error.errno in _REFUSALS and isinstance(error.filename, str)
+    """Whether a disk has refused something, and says what: no bug of ours. That a file is there, or is not, may be one."""
+    return isinstance(error.filename, str) and not isinstance(error, FileNotFoundError | FileExistsError)
 
 
 def is_full(error: OSError) -> bool:
@@ -310,6 +318,14 @@ def refusal(error: OSError, needed_bytes: int = 0) -> str:
         return told
     needed = f"{needed_bytes:,} bytes are needed" if needed_bytes else ""
     return "; ".join(part for part in (told, ", ".join(filter(None, (needed, _free(error))))) if part)
+
+
+def remedy(error: OSError) -> str:
+    """What a user does about a file that could not be written."""
+    if is_full(error):
+        return "make room, or name a file on another disk"
+    is_long = error.errno == errno.ENAMETOOLONG
+    return "give it a shorter name" if is_long else "name a file in a folder where this user may write"
 
 
 def _named(path: Path) -> Path:

@@ -266,7 +266,9 @@ class Home:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or home_folder(os.environ)
-        if self.folder.is_file():
+        with self.writable():  # a name that is too long, or in a folder of somebody else
+            is_file = self.folder.is_file()
+        if is_file:
             raise UsageError(
                 f"{self.folder} is a file, and runs and identities need a folder: set MESHCEE_HOME to another path"
             )

@@ -211,7 +211,7 @@ class TensorFile:
             self._file.write(self._head, 0)
         except OSError as error:
             self._drop()
-            raise self._refused(error, "name a file in a folder with room") from error
+            raise self._refused(error) from error
         return self
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -223,12 +223,12 @@ class TensorFile:
             if tensor.numel():
                 self._file.write(byte_view(tensor.detach().cpu().contiguous()), self._offsets[name])
         except OSError as error:
-            raise self._refused(error, "make room or name another file") from error
+            raise self._refused(error) from error
         self._missing.discard(name)
 
-    def _refused(self, error: OSError, remedy: str) -> UsageError:
+    def _refused(self, error: OSError) -> UsageError:
         error.filename = str(self.path)
-        return UsageError(f"cannot write {disk.refusal(error, self._size)}; {remedy}")
+        return UsageError(f"cannot write {disk.refusal(error, self._size)}; {disk.remedy(error)}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -246,7 +246,7 @@ class TensorFile:
             disk.sync_folder(self.path.parent)
         except OSError as refused:
             self._drop()
-            raise self._refused(refused, "make room or name another file") from refused
+            raise self._refused(refused) from refused
 
     def _drop(self) -> None:
         if self._file is not None:

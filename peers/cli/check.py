@@ -71,6 +71,8 @@ def _counts(text: str | None) -> tuple[int, ...]:
 
 def run_capture(path: Path, html: Path | None, *, as_json: bool) -> None:
     """Print the blocks of the job in this file; with `html`, draw them too."""
+    if html is not None:
+        disk.check_place(html, "--html")
     job = load_job(path)
     start_s = time.perf_counter()
     captured = capture(job)

@@ -57,13 +57,7 @@ from peers.cli.settings.options import (
 __all__ = ["app", "main"]
 
 GONE = 128 + signal.SIGPIPE  # as other programs whose reader has gone, `| head`
-HELPS = (
-    (),
-    ("config",),
-    ("doctor",),
-    ("peer", "uninstall"),
-    ("peer", "logs"),
-)  # commands that need no file of settings
+HELPS = ((), ("config",), ("doctor",), ("peer", "uninstall"), ("peer", "logs"))  # these need no file of settings
 
 app = typer.Typer(
     name="meshcee",
@@ -106,9 +100,9 @@ def peer(
     valid: Valid = "7d",
     shape: Annotated[str | None, typer.Option(help="Emulate: FILE:NAME of a testbed.")] = None,
     shape_device: Annotated[str | None, typer.Option(help="Emulate: which of its devices this peer is.")] = None,
-    jitter_ms: Annotated[float, typer.Option(min=0.0, help="Emulate: how late a message may be.")] = 0.0,
+    jitter_ms: Annotated[float, typer.Option(min=0.0, max=6e4, help="Emulate: how late a message may be.")] = 0.0,
     pace_gflops: Annotated[
-        float | None, typer.Option(min=1e-6, help="Emulate: a device of this many GFLOP/s, on real links.")
+        float | None, typer.Option(min=1e-6, max=1e9, help="Emulate: a device of this many GFLOP/s, on real links.")
     ] = None,
     device_process: DeviceProcess = None,
     direct_sums: Annotated[
@@ -270,7 +264,8 @@ def train(
         bool, typer.Option("--standby", help="Follow this job's run on another machine; take over when its owner dies.")
     ] = False,
     regroup: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds to wait for peers when those that are left cannot go on.")
+        float | None,
+        typer.Option(min=0.0, max=86400.0, help="Seconds to wait for peers when those that are left cannot go on."),
     ] = None,
     checkpoint_every: Annotated[
         int | None, typer.Option(min=0, help="Steps between checkpoints; 0: as often as it costs nearly nothing.")
@@ -348,7 +343,9 @@ def plan(
     profiles: Profiles = None,
     stages: Stages = None,
     codecs: Annotated[str, typer.Option(help="Of a testbed: what boundaries may travel as: bf16,int8,int4.")] = "bf16",
-    effort: Annotated[float, typer.Option(min=0.01, help="Of a testbed: how long to search; 1 takes about 1 s.")] = 1.0,
+    effort: Annotated[
+        float, typer.Option(min=0.01, max=1e5, help="Of a testbed: how long to search; 1 takes about 1 s.")
+    ] = 1.0,
     start: Annotated[Path | None, typer.Option(help="Of a testbed: a plan in JSON to start from.")] = None,
     as_json: Json = False,
     explain: Annotated[bool, typer.Option("--explain", help="Every figure behind the plan.")] = False,
@@ -505,7 +502,8 @@ def invite(
         typer.Option(help="What who comes by it may do: compute, own (offer jobs too), admin (invite and revoke too)."),
     ] = "compute",
     uses: Annotated[
-        int | None, typer.Option(min=0, help="How many peers it lets in; 0: any number. Default: 1, with --code 8.")
+        int | None,
+        typer.Option(min=0, max=1 << 31, help="How many peers it lets in; 0: any number. Default: 1, with --code 8."),
     ] = None,
     valid: Annotated[str, typer.Option("--for", help="How long it lets peers in, e.g. 12h, 7d.")] = "1d",
     code: Annotated[
@@ -523,7 +521,7 @@ def invite(
         from peers.cli.joining.nearby import CODE_USES
 
         uses = CODE_USES if code else 1
-    run_invite(join, role, uses or None, parse_duration_s(valid), code=code, qr=qr, as_json=as_json)
+    run_invite(join, role, uses or None, parse_duration_s(valid, "--for"), code=code, qr=qr, as_json=as_json)
 
 
 @app.command(epilog="Example: meshcee members --join @invite.txt")
@@ -555,7 +553,9 @@ def local(
     shape: Annotated[
         str | None, typer.Option(help="Emulate a testbed: NAME, or FILE:NAME; sets the peers too.")
     ] = None,
-    jitter_ms: Annotated[float | None, typer.Option(min=0.0, help="With --shape: how late a message may be.")] = None,
+    jitter_ms: Annotated[
+        float | None, typer.Option(min=0.0, max=6e4, help="With --shape: how late a message may be.")
+    ] = None,
     job: Annotated[Path | None, typer.Option(help="Train this job on it, then end; default: run until Ctrl-C.")] = None,
     threads: Threads = 1,
     as_json: Json = False,

@@ -64,12 +64,12 @@ class PeerOptions(Lent):
     metrics: str | None = None
 
 
-def parse_duration_s(text: str) -> float:
+def parse_duration_s(text: str, option: str = "--valid") -> float:
     """ "30m", "12h" or "7d", in seconds."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd])", text.strip().lower())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smhd])", text.strip().lower())
     found_s = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]] if match is not None else 0.0
     if not 0 < found_s <= LONGEST_S:
-        raise UsageError(f"--valid {text!r:.40} is no duration of up to ten years; write for example 30m, 12h or 7d")
+        raise UsageError(f"{option} {text!r:.40} is no duration of up to ten years; write for example 30m, 12h or 7d")
     return found_s
 
 

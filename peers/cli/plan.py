@@ -60,6 +60,8 @@ def run_plan(
     from meshcee.planner import COMPARED, Effort, Question, comparison, plans, remarks
     from meshcee.show import comparison_text, explain, with_names
 
+    if html is not None:
+        disk.check_place(html, "--html")
     extra: dict[str, Any] = {}
     names: Mapping[str, str] = {}
     kernels: Mapping[str, str] = {}

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from meshcee.errors import MeshceeError, UsageError, unwrap
+from meshcee.files import disk
 from meshcee.files.steady import written_apart
 from meshcee.user_code import import_job_file, under_way
 
@@ -156,7 +157,7 @@ def safetensors_file(out: Path) -> Path:
 
 def parse_bytes(text: str) -> int:
     """ "8GiB", "512M" or a plain number of bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
     if match is None or float(match[1]) <= 0:
         raise UsageError(f"--memory {text!r} is not a size; write for example 8GiB or 512MiB")
     return int(float(match[1]) * UNITS[match[2]])
@@ -249,7 +250,7 @@ def write_job(kind: str, path: Path) -> None:
     """A job file that runs as it is, to be changed by its user. UsageError for a file that is there already."""
     if kind not in KINDS:
         raise UsageError(f"there is no job of the kind {kind!r:.40}: say {', '.join(KINDS)}")
-    if path.suffix != ".py" or not path.absolute().parent.is_dir():
+    if path.suffix != ".py" or not os.path.isdir(path.absolute().parent):
         raise UsageError(f"{path}: a job is a Python file in a folder that is there, e.g. job.py")
     text = Path(__file__).with_name("jobs").joinpath(f"{kind}.txt").read_text(encoding="utf-8")
     try:
@@ -257,6 +258,8 @@ def write_job(kind: str, path: Path) -> None:
             file.write(text.replace("FILE", path.name))
     except FileExistsError as error:
         raise UsageError(f"there is a file {path} already: name another one") from error
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; {disk.remedy(error)}") from error
 
 
 def load_job(path: Path) -> Job:

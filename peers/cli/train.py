@@ -16,7 +16,7 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import remark
 from meshcee.figures.amounts import size
-from meshcee.files import Home, Run
+from meshcee.files import Home, Run, disk
 from meshcee.files.home import file_name
 from meshcee.files.steady import write_fact
 from meshcee.files.tensor_files import save
@@ -80,10 +80,10 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
         raise UsageError(
             "--standby follows the run of another machine: give --join TOKEN, and no --resume, --dry-run or --plan"
         )
-    if options.out is not None and not safetensors_file(options.out).parent.is_dir():
-        raise UsageError(f"--out: there is no folder {options.out.parent}")
-    if options.trace is not None and not options.trace.parent.is_dir():
-        raise UsageError(f"--trace: there is no folder {options.trace.parent}")
+    if options.out is not None:
+        disk.check_place(safetensors_file(options.out), "--out")
+    if options.trace is not None:
+        disk.check_place(options.trace, "--trace")
     if options.plan is not None and options.stages is not None:
         raise UsageError("--plan says how many stages there are: leave --stages out")
     if options.stages is not None and options.local is not None and options.stages > options.local + options.compute:

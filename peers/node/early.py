@@ -6,7 +6,7 @@ from typing import Any
 
 from dht import Token
 from meshcee.errors import UsageError
-from meshcee.files import Home
+from meshcee.files import Home, disk
 from meshcee.plan import Plan
 from peers.state import CheckpointStore
 
@@ -25,9 +25,16 @@ def check_told(stages: Any, plan: Any) -> None:
 
 
 def look_for(token: str | None, home: Home | None, resume: str | None) -> None:
-    """UsageError where a token cannot be read, or a run or its checkpoint is not in `home`; who else is there shows later."""
+    """UsageError where a token cannot be read, `home` cannot be written, or a run or its checkpoint is not there.
+
+    Who else is in the mesh shows later.
+    """
     if token is not None:
         Token.parse(token)
+    if home is not None:
+        with home.writable():
+            disk.make_folder(home.folder)
+            disk.probe(home.folder / "incarnation")
     if resume is None:
         return
     if home is None:

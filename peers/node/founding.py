@@ -45,10 +45,11 @@ class Founding:
         NotNowError where its first peer runs already.
         """
         base = identity or home.folder / "mesh"
+        file = base.with_name(base.name + (".open.json" if is_open else ".founded.json"))
         with home.writable():
             disk.make_folder(base.parent)
-        file = base.with_name(base.name + (".open.json" if is_open else ".founded.json"))
-        with open(f"{file}.lock", "ab") as lock:
+            lock = file.with_name(f"{file.name}.lock").open("ab")
+        with lock:
             kept = _read(file)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -269,7 +269,7 @@ class Training:
         threads = same_threads(self._job, base.manifest["devices"], run.id)
         if base.next_step >= self._job.steps:
             raise UsageError(
-                f"run {run.id} has done its {base.next_step} steps; raise `steps` of the job to train on, or use "
+                f"run {run.id} has done {base.next_step} steps and the job has {self._job.steps}: raise `steps` to go on, or use "
                 f"`meshcee checkpoint export {run.id}`"
             )
         base.verify()

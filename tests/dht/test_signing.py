@@ -155,6 +155,8 @@ def test_plain_addresses_mean_an_open_mesh() -> None:
     for text in ("/ip4/192.0.2.1/tcp/4001", f"{ADDRESS},/x", "/ip4/1.2.3.4/tcp/1/p2p/" + "Q" * 46):
         with pytest.raises(UsageError, match="cannot be joined"):
             Token.parse(text)
+    with pytest.raises(UsageError, match="put /p2p/ID of its peer behind it"):
+        Token.parse("/ip6/::1/tcp/4001")
 
 
 @given(st.data())

@@ -235,3 +235,5 @@ def test_a_file_in_its_place_is_named_with_what_to_set(tmp_path: Path) -> None:
     place.write_text("")
     with pytest.raises(UsageError, match=r"home is a file, .* set MESHCEE_HOME"):
         Home(place)
+    with pytest.raises(UsageError, match=r"File name too long.* set MESHCEE_HOME"):
+        Home(tmp_path / ("x" * 300))

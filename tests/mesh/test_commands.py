@@ -80,6 +80,17 @@ def test_a_token_admits_peers_and_a_job_trains_on_them(mesh: Peers, tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_a_command_needs_no_standard_stream(tmp_path: Path) -> None:
+    """libuv aborted the process, as a socket had the number of a stream that whoever started it had closed."""
+    job, out = write_job(tmp_path, 1), tmp_path / "weights.safetensors"
+    command = [sys.executable, "-m", "meshcee", "train", str(job), "--local", "1", "--out", str(out)]
+    closed = ["/bin/sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command]
+    done = subprocess.run(closed, env=environment(tmp_path / "home"), timeout=120, check=False)
+    assert done.returncode == 0
+    assert out.exists()
+
+
+@pytest.mark.slow
 def test_doctor_compares_this_machine_with_the_mesh(mesh: Peers, tmp_path: Path) -> None:
     done = meshcee("doctor", "--join", mesh.token, "--json", home=tmp_path)
     assert done.code == 0, done.err

@@ -26,7 +26,7 @@ class Hours:
     @classmethod
     def parse(cls, text: str) -> Hours:
         """ "20:00-07:00"."""
-        match = re.fullmatch(r"\s*(\d{1,2}):(\d{2})\s*-\s*(\d{1,2}):(\d{2})\s*", text)
+        match = re.fullmatch(r"\s*(\d{1,2}):(\d{2})\s*-\s*(\d{1,2}):(\d{2})\s*", text, re.ASCII)
         hours = [int(part) for part in match.groups()] if match else []
         if (
             not hours

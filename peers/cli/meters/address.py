@@ -17,7 +17,7 @@ def address_of(text: str | None) -> tuple[str, int] | None:
     """ "127.0.0.1:9464", "[::1]:9464" or "9464" on loopback. UsageError for anything else, and without the library."""
     if text is None:
         return None
-    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]:|([\w.-]*):)?(\d{1,5})", text.strip())
+    match = re.fullmatch(r"(?:\[([0-9a-fA-F:.]+)\]:|([\w.-]*):)?([0-9]{1,5})", text.strip())
     if match is None or int(match[3]) > 65535:
         raise UsageError(f"--metrics {text!r:.60} is no address: write for example 127.0.0.1:9464")
     if importlib.util.find_spec("prometheus_client") is None:

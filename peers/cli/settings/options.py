@@ -72,6 +72,12 @@ def _leave_within(within_s: float | None) -> float | None:
     return within_s
 
 
+def _identity(file: Path | None) -> Path | None:
+    if file is not None and file.is_dir():
+        raise typer.BadParameter(f"{file} is a folder: name a file in it, as {file / 'peer.key'}")
+    return file
+
+
 Join = Annotated[
     str | None,
     typer.Option(
@@ -105,7 +111,10 @@ Device = Annotated[str, typer.Option(envvar="MESHCEE_DEVICE", help="auto, cpu, c
 Memory = Annotated[str | None, typer.Option(envvar="MESHCEE_MEMORY", help="What a stage may use, e.g. 8GiB.")]
 Region = Annotated[str | None, typer.Option(envvar="MESHCEE_REGION", help="A hint at where this peer is.")]
 Threads = Annotated[int | None, typer.Option(envvar="MESHCEE_THREADS", min=1, max=1024, help="CPU threads of torch.")]
-Identity = Annotated[Path | None, typer.Option(envvar="MESHCEE_IDENTITY", help="Identity file; default: a free one.")]
+Identity = Annotated[
+    Path | None,
+    typer.Option(envvar="MESHCEE_IDENTITY", callback=_identity, help="Identity file; default: a free one."),
+]
 Listen = Annotated[
     str,
     typer.Option(

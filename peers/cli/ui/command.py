@@ -130,6 +130,8 @@ def _last(run: Run) -> dict[str, Any]:
 def run_report(wanted: str, html: Path | None, *, as_json: bool) -> None:
     if (html is None) == (not as_json):
         raise UsageError("say what to write: --html FILE for a page, or --json for the same as data")
+    if html is not None:
+        disk.check_place(html, "--html")
     run = Home().run(wanted)
     painter = FolderSource(run).read_all()
     picture = painter.picture(time.time())

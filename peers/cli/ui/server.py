@@ -8,6 +8,8 @@ makes point to this machine is no Host of ours. A slow browser gets the newest o
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
@@ -16,10 +18,9 @@ from typing import Any
 
 import msgspec
 import structlog
-from aiohttp import web
+from aiohttp import http_exceptions, web
 
 from meshcee.errors import MeshceeError, NotPermittedError, UsageError
-from meshcee.files import disk
 from meshcee.picture import Painter
 from peers.cli.ui.acts import Act, Acts
 from peers.cli.ui.page import FILES, POLICY, read_file
@@ -36,6 +37,7 @@ SOURCES = 8  # that are open at a time
 ENDS_WITHIN_S = 2.0
 ACTS = 4  # that are under way at a time: a peer may take its time to leave
 TOKEN_HEADER = "X-Meshcee-Token"
+SILENT = logging.Logger("aiohttp", logging.CRITICAL + 1)  # a traceback for every byte that is no HTTP helps nobody
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 SECTIONS = ("mesh", "run", "plan", "limit", "helps", "moments", "gantt")  # of a picture, each sent when it has changed
 HEADERS = {
@@ -134,7 +136,7 @@ class Site:
         return f"http://127.0.0.1:{self.port}/?token={self.token}"
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self._check], client_max_size=1024)
+        app = web.Application(middlewares=[_told, self._check], client_max_size=1024)
         app.router.add_get("/", self._page)
         app.router.add_get("/runs", self._list)
         app.router.add_get("/live", self._live)
@@ -321,6 +323,22 @@ class Site:
                 await feed.is_new.wait()
 
 
+@web.middleware
+async def _told(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """What we do wrong is logged here, and what a client does wrong is not."""
+    try:
+        return await handler(request)
+    except (web.HTTPException, ConnectionError):
+        raise
+    except (web.RequestPayloadError, http_exceptions.HttpProcessingError):
+        return _refused(400, "what came with the request cannot be read")
+    except Exception as error:
+        log.exception("a question cannot be answered; please report this", error=repr(error))
+        return _refused(500, "this cannot be answered: the terminal says why")
+
+
 def _refused(status: int, why: str) -> web.Response:
     return web.Response(status=status, text=f"meshcee: {why}\n", headers=HEADERS)
 
@@ -329,7 +347,12 @@ def _refused(status: int, why: str) -> web.Response:
 async def serving(site: Site, port: int = 0) -> AsyncIterator[Site]:
     """The site, on this port of 127.0.0.1 or a free one, while the block runs. Ends within ENDS_WITHIN_S."""
     runner = web.AppRunner(
-        site.app(), handle_signals=False, access_log=None, shutdown_timeout=ENDS_WITHIN_S, max_line_size=4096
+        site.app(),
+        handle_signals=False,
+        access_log=None,
+        logger=SILENT,
+        shutdown_timeout=ENDS_WITHIN_S,
+        max_line_size=4096,
     )
     await runner.setup()
     try:
@@ -337,8 +360,9 @@ async def serving(site: Site, port: int = 0) -> AsyncIterator[Site]:
         try:
             await listening.start()
         except OSError as error:
+            why = os.strerror(error.errno).lower() if error.errno else error
             raise UsageError(
-                f"--port {port}: {disk.refusal(error)}; name another port, or leave --port out for a free one"
+                f"--port {port} cannot be had: {why}; name another port, or leave --port out for a free one"
             ) from error
         addresses: list[Any] = runner.addresses
         site.port = addresses[0][1]

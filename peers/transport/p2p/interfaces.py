@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import socket
 from collections.abc import Sequence
 
@@ -135,6 +136,10 @@ def announced(listening: Sequence[str], announce: Sequence[str] = ()) -> tuple[s
     """
     port = int(listening[0].split("/")[4])
     said = tuple(multiaddress(a, port) for a in announce)
+    if any(re.search(r"/(tcp|udp)/0+(/|$)", one) for one in said):
+        raise UsageError(
+            f"--announce {','.join(announce)}: nobody can dial port 0; say the port that the router lets in"
+        )
     if said and not any(map(is_public, said)):
         return said[:MAX_ADDRESSES]
     ips = _machine_ips()

@@ -262,7 +262,7 @@ def test_an_address_is_on_loopback_unless_it_says_otherwise(monkeypatch: pytest.
     assert address_of(":9464") == ("127.0.0.1", 9464)
     assert address_of("0.0.0.0:1") == ("0.0.0.0", 1)
     assert address_of("[::1]:9464") == ("::1", 9464)
-    for wrong in ("", "a", "1.2.3.4", "127.0.0.1:99999", "http://127.0.0.1:1"):
+    for wrong in ("", "a", "1.2.3.4", "127.0.0.1:99999", "http://127.0.0.1:1", "٨٨"):
         with pytest.raises(UsageError, match="is no address"):
             address_of(wrong)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -16,15 +16,17 @@ from typer.testing import CliRunner
 from meshcee._demo_job import job
 from meshcee.capture import capture
 from meshcee.errors import PlanError, UsageError
-from peers.cli.main import app
+from peers.cli.main import app, main
 from peers.cli.peer import has_own_process
 from peers.cli.plan import read_plan
+from peers.cli.session import parse_bytes
 from peers.cli.settings.file import subcommands
 from peers.cli.train import TrainOptions, run_train
 from tests.rig.mesh_fixture import even_plan, grouped
 
 ROOM = Path(__file__).resolve().parents[3] / "peers" / "cli"
 NAMES = {"id-a": "p0", "id-b": "p1", "id-c": "p2"}
+BAD = object()
 PLAN = grouped(even_plan(3, 2, 6, 6), ((4, 2), (6,)))
 
 
@@ -39,6 +41,66 @@ def test_an_option_is_declared_once_and_in_one_file() -> None:
                 helps.update(ast.unparse(word.value) for word in node.keywords if word.arg == "help")
     assert files == {"main.py"}
     assert [text for text, count in helps.items() if count > 1] == []
+
+
+@pytest.mark.parametrize("said", ["nan", "inf", "1e309"])
+def test_no_number_is_endless_or_none(said: str) -> None:
+    """`plan --effort inf` was a bug's traceback, and `train --regroup inf` ended a run in the words of another peer."""
+    found = set()
+    for words, command in subcommands(app):
+        needed = ["x" for p in command.params if p.required]
+        for parameter in command.params:
+            option = max(parameter.opts, key=len)
+            if code_of(command, f"{option}=0.5", *needed, name=parameter.name) == 0.5:
+                found.add(option)
+                assert code_of(command, f"{option}={said}", *needed, name=parameter.name) is BAD, (words, option)
+    assert found == {"--audit", "--effort", "--jitter-ms", "--leave-within", "--pace-gflops", "--regroup"}
+
+
+def code_of(command: Any, *arguments: str, name: str) -> Any:
+    """What this parameter becomes, or BAD."""
+    try:
+        return command.make_context("it", list(arguments)).params[name]
+    except Exception:  # click's own, by whatever name this version of typer has it
+        return BAD
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["invite", "--uses", "99999999999999999999"],
+        ["peer", "--identity", "/"],
+        ["peer", "--identity", LONG],
+        ["peer", "--identity", "/proc/x"],
+        ["peer", "--dataset", f"x={LONG}.py:make"],
+        ["plan", "--testbed", "cee-small", "--html", "/"],
+        ["check", f"{LONG}.py"],
+        ["init", "text", f"{LONG}.py"],
+        ["init", "text", "/proc/job.py"],
+        ["run", "list"],
+    ],
+)
+def test_what_is_no_name_of_a_file_is_no_bug_of_ours(
+    typed: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MESHCEE_HOME", LONG if typed == ["run", "list"] else str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        main(typed)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "bug" not in said
+    assert "Traceback" not in said
+
+
+def test_a_duration_that_is_none_names_its_own_option() -> None:
+    for typed in (["invite", "--for"], ["token", "--valid"]):
+        with pytest.raises(UsageError, match=f"{typed[1]} '٨d' is no duration"):
+            CliRunner().invoke(app, [*typed, "٨d"], catch_exceptions=False)
+    with pytest.raises(UsageError, match="--memory"):
+        parse_bytes("٨GiB")
 
 
 def test_the_demo_takes_as_many_peers_as_its_model_has_blocks() -> None:

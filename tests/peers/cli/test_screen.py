@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import structlog
 from rich.table import Table
+from typer.testing import CliRunner
 
 from meshcee.errors import UsageError
 from meshcee.files import loads
@@ -22,9 +23,10 @@ from meshcee.plan import Plan
 from meshcee.planner import plans
 from peers.cli import live_plan, plan, status
 from peers.cli.live_plan import LivePlan
-from peers.cli.main import main
+from peers.cli.main import app, main
 from peers.cli.plan import read_scenario
 from peers.cli.session import Screen, configure_logging, printable
+from peers.cli.settings.file import subcommands
 from peers.cli.view import LineView, RichView
 
 HOSTILE = [
@@ -170,7 +172,26 @@ def test_a_token_comes_from_a_file_or_standard_input(tmp_path: Path, monkeypatch
     assert read_token("-") == "meshcee1.def"
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\n\n", b"\xff\xfe"])
+@pytest.mark.parametrize("line", ["\ufeffmeshcee2.abc\n", "  meshcee peer --join meshcee2.abc\n", "meshcee2.abc\r\n"])
+def test_a_file_holds_the_line_as_it_was_printed_or_as_an_editor_saved_it(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "token"
+    file.write_text(line, encoding="utf-8")
+    assert read_token(f"@{file}") == "meshcee2.abc"
+
+
+def test_every_command_refuses_an_empty_line() -> None:
+    """Of a variable that a script has not set: `peer` founded a mesh, and `status` showed an empty one."""
+    with pytest.raises(UsageError, match="--join is empty"):
+        CliRunner().invoke(app, ["peer", "--join", ""], catch_exceptions=False)
+    joining = [(w, c) for w, c in subcommands(app) if w != ("peer",) and any(p.name == "join" for p in c.params)]
+    assert len(joining) > 10
+    for words, command in joining:
+        needed = ["x" for p in command.params if p.required]
+        with pytest.raises(UsageError, match="--join is empty"):
+            command.make_context(words[-1], ["--join", "", *needed])
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\n\n", b"\xff\xfe", b"\x00" * 40])
 def test_a_file_without_a_token_is_one_sentence(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / "token"
     if content is not None:

@@ -18,7 +18,7 @@ import structlog
 
 import meshcee
 from meshcee.errors import UsageError
-from meshcee.files import Home
+from meshcee.files import Home, disk
 from meshcee.user_code import JOB_FILE
 from peers.cli.main import app, main
 from peers.cli.session import configure_logging, load_job, run_async, short_ids, waiting
@@ -188,16 +188,53 @@ def test_a_trace_that_cannot_be_written_costs_no_weights(
     """The command ended there, before what it had trained for was on the disk."""
     monkeypatch.setenv("MESHCEE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("peers.cli.train.configure_logging", lambda **options: None)
-    Path("job.py").write_text("LR = 0.1\n" + JOB)
-    Path("trace").mkdir()
+    Path("job.py").write_text("import pathlib\npathlib.Path('trace').mkdir()\nLR = 0.1\n" + JOB)
     given = {**dict.fromkeys(("join", "stages", "threads")), "dry_run": False, "compute": True, "device": "cpu"}
     options = TrainOptions(job=Path("job.py"), local=2, out=Path("w.safetensors"), trace=Path("trace"), **given)  # type: ignore[arg-type]
     run_train(options, as_json=True)
     assert Path("w.safetensors").exists()
     assert (
-        "there is no trace: cannot write trace: Is a directory; name a file in another folder"
+        "there is no trace: cannot write trace: Is a directory; name a file in a folder where this user may write"
         in capsys.readouterr().out
     )
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"out": Path("none/w.safetensors")}, "--out: there is no folder none"),
+        ({"out": Path("folder.safetensors")}, "--out: cannot write folder.safetensors: Is a directory"),
+        ({"out": Path(f"{LONG}.safetensors")}, "--out: .* too long; give it a shorter name"),
+        ({"out": Path("/proc/w.safetensors")}, "--out: .* name a file in a folder where this user may write"),
+        ({"trace": Path("/")}, "--trace: cannot write /"),
+        ({"trace": Path(LONG)}, "--trace: .* too long"),
+        ({"log": ("csv:/proc/x.csv",)}, "csv:FILE: cannot write /proc/x.csv"),
+        ({"log": (f"csv:{LONG}",)}, "csv:FILE: .* too long"),
+        ({"log": ("csv:folder.safetensors",)}, "csv:FILE: .* Is a directory"),
+        ({"home": "/proc/home"}, "set MESHCEE_HOME to another folder"),
+    ],
+)
+def test_a_place_where_nothing_can_be_written_is_told_of_before_the_job_is_read(
+    said: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours of training ended with it."""
+    monkeypatch.setenv("MESHCEE_HOME", said.pop("home", str(tmp_path / "home")))
+    monkeypatch.setattr("peers.cli.train.configure_logging", lambda **options: None)
+    Path("folder.safetensors").mkdir()
+    given = {**dict.fromkeys(("join", "stages", "threads", "out")), "dry_run": False, "compute": True, "device": "cpu"}
+    with pytest.raises(UsageError, match=why):
+        run_train(TrainOptions(job=Path("none.py"), local=2, **{**given, **said}), as_json=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.safetensors"]
+
+
+def test_a_trial_of_a_place_leaves_nothing_and_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "w").write_text("before")
+    for name in ("w", "v"):
+        disk.check_place(tmp_path / name, "--out")
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"w": "before"}
 
 
 class Interrupting(JsonView):
@@ -312,12 +349,17 @@ def test_weights_that_a_folder_refuses_hide_no_run(
     out: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The command failed before it said how the run had ended, and which it was."""
-    for name in ("org-x-stopped.safetensors", "w.safetensors"):
-        Path(name).mkdir()
+
+    class Hindering(Interrupting):
+        def report(self, report: Report) -> None:
+            for name in ("org-x-stopped.safetensors", "w.safetensors"):
+                Path(name).mkdir(exist_ok=True)
+            super().report(report)
+
     with (
         pytest.raises(UsageError, match=r"cannot write w\.safetensors") if out is not None else contextlib.nullcontext()
     ):
-        interrupted(tmp_path, monkeypatch, 1, out=out)
+        interrupted(tmp_path, monkeypatch, 1, who=Hindering, out=out)
     said = capsys.readouterr().out
     assert "Stopped: " in said
     assert f"weights in run {Home().run('last').id} (`meshcee checkpoint export`)" in said

@@ -212,9 +212,44 @@ async def test_streams_are_few(tmp_path: Path) -> None:
 
 async def test_a_port_that_is_taken_is_said() -> None:
     async with serving(Site(clock=time.time)) as site:
-        with pytest.raises(UsageError, match="--port"):
+        with pytest.raises(
+            UsageError, match=rf"--port {site.port} cannot be had: address already in use; name another port"
+        ):
             async with serving(Site(clock=time.time), site.port):
                 pass
+
+
+RAW = (
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+    b"B\xffD / HTTP/1.1\r\n\r\n",
+    b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n",
+    b"GET / HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+    b"POST /do HTTP/1.1\r\nHost: localhost\r\nX-Meshcee-Token: %s\r\nContent-Type: application/json\r\n"
+    b"Content-Encoding: gzip\r\nContent-Length: 5\r\n\r\nabcde",
+)
+
+
+async def test_what_is_no_request_of_a_browser_is_answered_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """Each cost a traceback in the terminal."""
+    with capture_logs() as logged:
+        async with serving(Site(clock=time.time)) as site, asyncio.timeout(20):
+            for raw in RAW:
+                reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+                writer.write(raw.replace(b"%s", site.token.encode()))
+                assert b" 400 " in await reader.readline(), raw[:20]
+                writer.close()
+    assert (logged, caplog.records) == ([], [])
+
+
+async def test_a_question_that_we_cannot_answer_is_logged() -> None:
+    def runs() -> list[dict[str, Any]]:
+        raise ZeroDivisionError
+
+    async with serving(Site(runs=runs, clock=time.time)) as site, aiohttp.ClientSession() as session:
+        with capture_logs() as logged:
+            async with session.get(at(site, f"/runs?token={site.token}")) as answer:
+                assert answer.status == 500
+    assert [one["error"] for one in logged] == ["ZeroDivisionError()"]
 
 
 class Broken:

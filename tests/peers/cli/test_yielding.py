@@ -102,7 +102,9 @@ def test_hours_of_a_day(text: str, inside: tuple[int, ...] | None, outside: tupl
     assert not any(map(hours.hold, outside))
 
 
-@pytest.mark.parametrize("text", ["", "20", "20-7", "25:00-07:00", "20:60-07:00", "20:00-24:30", "20:00 07:00"])
+@pytest.mark.parametrize(
+    "text", ["", "20", "20-7", "25:00-07:00", "20:60-07:00", "20:00-24:30", "20:00 07:00", "٢٠:٠٠-٠٧:٠٠"]
+)
 def test_what_is_no_time_of_day_is_said_to_be_none(text: str) -> None:
     with pytest.raises(UsageError, match="20:00-07:00"):
         Hours.parse(text)

@@ -318,6 +318,8 @@ def test_ports_are_reserved_and_addresses_told() -> None:
         f"/dns/vm.example.org/tcp/{port}",
         "/ip4/192.0.2.9/tcp/7",
     )
+    with pytest.raises(UsageError, match="nobody can dial port 0"):
+        announced(listening, ["192.0.2.9:0"])
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this Python has no IPv6")
