@@ -122,7 +122,7 @@ class Capture:
         program = self.evaluate if forward_only and self.evaluate is not None else self.train
         for name, value in ((entry.name, entry.value) for entry in program.inputs if entry.kind == "raw"):
             given = inputs.get(name)
-            if given is not None and given.dim() == len(value.shape) and (least := value.short_of(given)):
+            if given is not None and given.dim() == len(value.shape) and (least := value.short_of(given.shape)):
                 return (
                     f"{name} is {_said(given.dtype, given.shape)}, and the model takes another way for lengths under {least}: "
                     f"pad to {least}, or write it for all lengths"
@@ -366,7 +366,7 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
         built=None if recorder is None else model,
     )
     for inputs in probed:
-        if any(x.kind == "raw" and x.value.short_of(inputs[x.name]) for x in program.inputs):
+        if any(x.kind == "raw" and x.value.short_of(inputs[x.name].shape) for x in program.inputs):
             raise CaptureError(f"a sample of data: {found.misfit(inputs)}")
     return found
 

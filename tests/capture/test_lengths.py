@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import meshcee
 from meshcee.capture import capture
 from meshcee.errors import CaptureError
 from meshcee.job import Job
@@ -82,3 +83,57 @@ def test_python_that_computes_with_lengths_is_told_what_to_write(compute: Any, t
     job = job_of(Net(), data=data, collate=padded, loss=lambda out, y: (out.sum() - y.sum()) ** 2)
     with pytest.raises(CaptureError, match=told):
         capture(job)
+
+
+class Biased(nn.Module):
+    """Attention with a bias for each head that later layers take as it lies in memory: heads innermost, and fewer than the
+    shortest length that the branch allows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.bias, self.head = nn.Embedding(12, 8), nn.Embedding(9, 2), nn.Linear(8, 4)
+        self.hidden = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        apart = torch.arange(length)[None] - torch.arange(length)[:, None]
+        bias = self.bias(apart.clamp(-4, 4) + 4).permute(2, 0, 1)[None]
+        h = self.embed(x)
+        for layer in self.hidden:
+            q = layer(h).view(x.shape[0], length, 2, 4).transpose(1, 2)
+            scores = q @ q.transpose(2, 3)
+            scores = scores + bias if length > 2 else scores
+            h = h + (scores.softmax(-1) @ q).transpose(1, 2).reshape(x.shape[0], length, 8)
+        found: torch.Tensor = self.head(h.mean(1))
+        return found
+
+
+def test_a_value_whose_sizes_change_places_crosses_every_cut() -> None:
+    def padded(rows: Any) -> Any:
+        return nn.utils.rnn.pad_sequence([x for x, _ in rows], batch_first=True), torch.tensor([y for _, y in rows])
+
+    torch.manual_seed(0)
+    data = [(torch.randint(1, 12, (3 + i % 5,)), i % 4) for i in range(24)]
+    job = job_of(Biased(), data=data, collate=padded, loss=F.cross_entropy, steps=3, cuts=("hidden.0", "hidden.1", "head"))
+    found = meshcee.check(job, stages=(2, 3, 4), steps=3)
+    assert found.equal, found.differs
+
+
+@pytest.mark.slow
+def test_a_t5_over_lengths_of_its_own_for_inputs_and_labels() -> None:
+    transformers = pytest.importorskip("transformers", reason="the examples' extra is not installed")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 48, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(**sizes, dropout_rate=0.0, attn_implementation="eager", decoder_start_token_id=0)
+    lengths = [(5 + i * 7 % 10, 3 + i * 5 % 7) for i in range(24)]
+    data = [(torch.randint(3, 48, (n,)), torch.randint(3, 48, (m,))) for n, m in lengths]
+
+    def padded(rows: Any) -> Any:
+        ids = nn.utils.rnn.pad_sequence([x for x, _ in rows], batch_first=True)
+        y = nn.utils.rnn.pad_sequence([y for _, y in rows], batch_first=True, padding_value=-100)
+        return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": y}, y
+
+    model = transformers.T5ForConditionalGeneration(config).train()
+    job = job_of(model, data=data, collate=padded, loss=lambda out, y: out.loss, steps=3)
+    found = meshcee.check(job, stages=(3,), steps=3)
+    assert found.equal, found.differs
