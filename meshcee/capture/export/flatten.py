@@ -20,6 +20,7 @@ from meshcee.capture.export.functions import BEGINS, ENDS, backward_program, ren
 from meshcee.capture.export.products import one_order
 from meshcee.capture.export.refusals import COUNTED, LENGTH, RANKS, Watched, explain, instead, where
 from meshcee.capture.export.settings import PEERS_DEFAULT
+from meshcee.capture.export.sizes import Branch, branches_of
 from meshcee.capture.graph import (
     FUNCTION,
     Batch,
@@ -79,6 +80,7 @@ class Exported:
     nodes: list[Node]
     outputs: list[int]
     constants: list[tuple[torch.Tensor, str]]  # the user's own tensors among the inputs, and where each is used
+    branches: tuple[Branch, ...] = ()  # on sizes that vary
 
 
 def export_module(
@@ -103,14 +105,17 @@ def export_module(
         raise
     except Exception as error:  # torch.export raises a dozen unrelated classes
         raise explain(error, watched) from error
-    return _Flattener(exported, tuple(arguments), name_of).run()
+    return _Flattener(exported, tuple(arguments), name_of, watched.branches).run()
 
 
 class _Flattener:
     """Walks the exported graph once; `numbers` maps its nodes to our value numbers."""
 
-    def __init__(self, exported: Any, raw: Sequence[str], name_of: Callable[[str], str]) -> None:
+    def __init__(
+        self, exported: Any, raw: Sequence[str], name_of: Callable[[str], str], asked: Mapping[str, Place]
+    ) -> None:
         self.exported = exported
+        self.asked = asked  # conditions of sizes that Python code has asked for, and where
         self.raw = raw
         self.name_of = name_of
         self.numbers: dict[Any, Any] = {}
@@ -125,6 +130,8 @@ class _Flattener:
         self.ranges = exported.range_constraints  # symbol -> the sizes that the model takes
         self.backward_at = 0  # where the backward pass of the function begins that is being walked
         self.equalities: list[Any] = []  # differences of sizes, which are 0 wherever the model runs
+        self.branches: tuple[Branch, ...] = ()
+        self.limits: dict[Any, int] = {}  # symbol -> how far it may go
 
     def run(self) -> Exported:
         graph = self.exported.graph_module.graph
@@ -132,13 +139,19 @@ class _Flattener:
         users = [s for s in self.exported.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
         raw_of = {s.arg.name: name for s, name in zip(users, self.raw)}
         specs = {s.arg.name: s for s in self.exported.graph_signature.input_specs}
+        places: dict[Any, tuple[str, int]] = {}
         for placeholder in placeholders:
             sizes = getattr(placeholder.meta["val"], "shape", ()) if placeholder.name in raw_of else ()
             self.hints |= {symbol: _hint(size) for size in sizes if (symbol := _symbol(size)) is not None}
+            for place, symbol in enumerate(map(_symbol, sizes)):
+                places.setdefault(symbol, (raw_of[placeholder.name], place))
+        modes = (getattr(placeholder.meta["val"], "fake_mode", None) for placeholder in placeholders)
+        if (mode := next(filter(None, modes), None)) is not None:
+            self.equalities = _equalities(mode.shape_env)
+            pads = _pads(self.exported.graph_module)
+            self.branches = branches_of(mode.shape_env, self.asked, places, pads)
         for placeholder in placeholders:
             self._input(placeholder, specs[placeholder.name], raw_of)
-            if not self.equalities and (mode := getattr(placeholder.meta["val"], "fake_mode", None)) is not None:
-                self.equalities = _equalities(mode.shape_env)
         self._graph(self.exported.graph_module, graph, no_grad=False)
         output = next(n for n in graph.nodes if n.op == "output")
         kinds = [s.kind.name for s in self.exported.graph_signature.output_specs]
@@ -147,7 +160,7 @@ class _Flattener:
         ]
         if not all(isinstance(o, Ref) for o in outputs):
             raise CaptureError("an output of the model does not depend on its inputs; return tensors made from them")
-        return _canonical(Exported(self.inputs, self.nodes, [o.index for o in outputs], self.constants))
+        return _canonical(Exported(self.inputs, self.nodes, [o.index for o in outputs], self.constants, self.branches))
 
     def _input(self, placeholder: Any, spec: Any, raw_of: Mapping[str, str]) -> None:
         kind = spec.kind.name
@@ -341,17 +354,23 @@ class _Flattener:
 
     def _most(self, symbol: Any) -> int:
         """How far a size that varies may go: a table of positions, say, has so many rows, and labels are no more, or one less."""
-        found = [LENGTH_MARGIN * self.hints[symbol], *self._upper(symbol)]
+        if symbol in self.limits:
+            return self.limits[symbol]
+        found, same = [LENGTH_MARGIN * self.hints[symbol], *self._upper(symbol)], {symbol}
         for other in self.hints.keys() - {symbol}:
             apart = self.hints[symbol] - self.hints[other]
             if any(e.subs(symbol, other) == 0 for e in self.equalities):
                 found += self._upper(other)
+                same.add(other)
             elif any(
                 {symbol, other} <= e.free_symbols and e.is_polynomial() and e.subs(symbol, other + apart).expand() == 0
                 for e in self.equalities
             ):
                 found += [most + apart for most in (LENGTH_MARGIN * self.hints[other], *self._upper(other))]
-        return int(min(found))
+        pieces = [branch for branch in self.branches if branch.pieces and branch.condition.free_symbols <= same]
+        fits = (m for m in range(int(min(found)), 0, -1) if all(b.allows(dict.fromkeys(same, m)) for b in pieces))
+        self.limits[symbol] = next(fits, int(min(found)))
+        return self.limits[symbol]
 
     def _upper(self, symbol: Any) -> list[Any]:
         return [r.upper for r in (self.ranges.get(symbol),) if r is not None and r.upper.is_finite]
@@ -397,6 +416,18 @@ def _equalities(shapes: Any) -> list[Any]:
     equal = [guard.expr for guard in shapes.guards if guard.expr.is_Equality]
     found = [(e.lhs - e.rhs).subs(shapes.replacements).expand() for e in equal]
     return [difference for difference in found if difference != 0]
+
+
+def _pads(module: Any) -> set[Any]:
+    """By how many the graph pads, where that follows from sizes."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+    padding = [
+        n
+        for g in graphs
+        for n in g.nodes
+        if operator_name(n.target) in ("aten.pad.default", "aten.constant_pad_nd.default")
+    ]
+    return {_symbol(given.meta.get("val")) for n in padding for given in n.all_input_nodes} - {None}
 
 
 def _needed(graph: Any) -> set[Any]:
@@ -496,7 +527,8 @@ def _canonical(exported: Exported) -> Exported:
         node = renumbered(nodes[number - base], renumber)
         value = dataclasses.replace(node.value, name=f"n{len(new_nodes)}")
         new_nodes.append(dataclasses.replace(node, value=value))
-    return Exported(new_inputs, new_nodes, [renumber[o] for o in exported.outputs], exported.constants)
+    outputs = [renumber[o] for o in exported.outputs]
+    return dataclasses.replace(exported, inputs=new_inputs, nodes=new_nodes, outputs=outputs)
 
 
 def _moved(held: Any, places: Mapping[int, int]) -> Any:
