@@ -41,8 +41,8 @@ class Schedule:
             )
         if name == "SWALR":
             raise UsageError(
-                "'SWALR' reads the rate that it finds: Schedule('LinearLR', start_factor=1.0, end_factor=swa_lr / lr, total_iters=N) "
-                "ends at a constant rate, too, and Job(ema=0.999) keeps an average of the weights"
+                "'SWALR' reads the rate that it finds: Schedule('LinearLR', start_factor=1.0, end_factor=swa_lr / lr, "
+                "total_iters=N) ends at a constant rate, too, and Job(ema=0.999) keeps an average of the weights"
             )
         if not (name in WARMUPS or hasattr(torch.optim.lr_scheduler, name)):
             ours, known = ", ".join(WARMUPS), [*WARMUPS, *torch.optim.lr_scheduler.__all__]

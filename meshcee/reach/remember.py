@@ -159,7 +159,8 @@ class Remembered:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
-        for held in (vars(module), module._parameters, module._buffers, module._modules):
+        hooks = module._forward_hooks, module._forward_pre_hooks  # which a first call may add, and note that it has
+        for held in (vars(module), module._parameters, module._buffers, module._modules, *hooks):
             self._keep(content_of(held))
         kind = type(module)
         if not is_users(kind.forward):

@@ -354,6 +354,28 @@ def test_a_cache_that_another_model_has_filled_is_emptied_each_time() -> None:
     assert difference(job_of(CachedForEach())) == ""
 
 
+class Recording(Cached):
+    """Hooks that the first call adds, as those of transformers for what a router says: once, as an attribute notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked, self.found = False, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        if not self.hooked:
+            self.a.register_forward_hook(lambda module, args, output: self.note(output))
+            self.hooked = True
+        self.note = found.append
+        h = self.a(x)
+        self.note = None
+        return torch.stack(found).sum(0) + h
+
+
+def test_hooks_that_the_first_call_adds_are_added_once() -> None:
+    assert difference(job_of(Recording()), ("late",), seed=1) == ""
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
