@@ -105,17 +105,53 @@ def export_module(
         raise
     except Exception as error:  # torch.export raises a dozen unrelated classes
         raise explain(error, watched) from error
-    return _Flattener(exported, tuple(arguments), name_of, watched.branches).run()
+    return _Flattener(exported, tuple(arguments), name_of).run(watched.branches)
+
+
+@dataclasses.dataclass
+class _Sizes:
+    """How far each size that varies may go."""
+
+    ranges: Mapping[Any, Any]  # symbol -> the sizes that the model takes
+    hints: dict[Any, int] = dataclasses.field(default_factory=dict)  # symbol -> its size in the example
+    equalities: list[Any] = dataclasses.field(default_factory=list)  # differences of sizes, 0 wherever the model runs
+    branches: tuple[Branch, ...] = ()
+    limits: dict[Any, int] = dataclasses.field(default_factory=dict)  # symbol -> what `most` has found
+
+    def most(self, symbol: Any) -> int:
+        """How far a size that varies may go: a table of positions, say, has so many rows, and labels are no more, or one less."""
+        if symbol in self.limits:
+            return self.limits[symbol]
+        found, same = [LENGTH_MARGIN * self.hints[symbol], *self.upper(symbol)], {symbol}
+        for other in self.hints.keys() - {symbol}:
+            apart = self.hints[symbol] - self.hints[other]
+            if any(e.subs(symbol, other) == 0 for e in self.equalities):
+                found += self.upper(other)
+                same.add(other)
+            elif any(
+                {symbol, other} <= e.free_symbols and e.is_polynomial() and e.subs(symbol, other + apart).expand() == 0
+                for e in self.equalities
+            ):
+                found += [most + apart for most in (LENGTH_MARGIN * self.hints[other], *self.upper(other))]
+        pieces = [branch for branch in self.branches if branch.pieces and branch.condition.free_symbols <= same]
+        fits = (m for m in range(int(min(found)), 0, -1) if all(b.allows(dict.fromkeys(same, m)) for b in pieces))
+        self.limits[symbol] = next(fits, int(min(found)))
+        return self.limits[symbol]
+
+    def upper(self, symbol: Any) -> list[Any]:
+        return [r.upper for r in (self.ranges.get(symbol),) if r is not None and r.upper.is_finite]
+
+    def least(self, symbol: Any) -> int:
+        """Under which size forward takes another way than here, by its branches; 0 where there are none."""
+        found = self.ranges[symbol].lower if symbol in self.ranges else 0
+        return int(found) if found > UNBRANCHED else 0
 
 
 class _Flattener:
     """Walks the exported graph once; `numbers` maps its nodes to our value numbers."""
 
-    def __init__(
-        self, exported: Any, raw: Sequence[str], name_of: Callable[[str], str], asked: Mapping[str, Place]
-    ) -> None:
+    def __init__(self, exported: Any, raw: Sequence[str], name_of: Callable[[str], str]) -> None:
         self.exported = exported
-        self.asked = asked  # conditions of sizes that Python code has asked for, and where
         self.raw = raw
         self.name_of = name_of
         self.numbers: dict[Any, Any] = {}
@@ -125,15 +161,12 @@ class _Flattener:
         self.by_name: dict[str, int] = {}
         self.batch_symbol: Any = None
         self.size_numbers: dict[Any, int] = {}  # symbol of a raw input's size -> the one node that reads it
-        self.hints: dict[Any, int] = {}  # symbol -> its size in the example
         self.raw_sizes: dict[Any, tuple[int, int]] = {}  # symbol -> the first raw input that has it, and where
-        self.ranges = exported.range_constraints  # symbol -> the sizes that the model takes
+        self.sizes = _Sizes(exported.range_constraints)
         self.backward_at = 0  # where the backward pass of the function begins that is being walked
-        self.equalities: list[Any] = []  # differences of sizes, which are 0 wherever the model runs
-        self.branches: tuple[Branch, ...] = ()
-        self.limits: dict[Any, int] = {}  # symbol -> how far it may go
 
-    def run(self) -> Exported:
+    def run(self, asked: Mapping[str, Place]) -> Exported:
+        """`asked`: conditions of sizes that Python code has asked for, and where."""
         graph = self.exported.graph_module.graph
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         users = [s for s in self.exported.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
@@ -142,14 +175,14 @@ class _Flattener:
         places: dict[Any, tuple[str, int]] = {}
         for placeholder in placeholders:
             sizes = getattr(placeholder.meta["val"], "shape", ()) if placeholder.name in raw_of else ()
-            self.hints |= {symbol: _hint(size) for size in sizes if (symbol := _symbol(size)) is not None}
+            self.sizes.hints |= {symbol: _hint(size) for size in sizes if (symbol := _symbol(size)) is not None}
             for place, symbol in enumerate(map(_symbol, sizes)):
                 places.setdefault(symbol, (raw_of[placeholder.name], place))
         modes = (getattr(placeholder.meta["val"], "fake_mode", None) for placeholder in placeholders)
         if (mode := next(filter(None, modes), None)) is not None:
-            self.equalities = _equalities(mode.shape_env)
+            self.sizes.equalities = _equalities(mode.shape_env)
             pads = _pads(self.exported.graph_module)
-            self.branches = branches_of(mode.shape_env, self.asked, places, pads)
+            self.sizes.branches = branches_of(mode.shape_env, asked, places, pads)
         for placeholder in placeholders:
             self._input(placeholder, specs[placeholder.name], raw_of)
         self._graph(self.exported.graph_module, graph, no_grad=False)
@@ -160,7 +193,9 @@ class _Flattener:
         ]
         if not all(isinstance(o, Ref) for o in outputs):
             raise CaptureError("an output of the model does not depend on its inputs; return tensors made from them")
-        return _canonical(Exported(self.inputs, self.nodes, [o.index for o in outputs], self.constants, self.branches))
+        return _canonical(
+            Exported(self.inputs, self.nodes, [o.index for o in outputs], self.constants, self.sizes.branches)
+        )
 
     def _input(self, placeholder: Any, spec: Any, raw_of: Mapping[str, str]) -> None:
         kind = spec.kind.name
@@ -352,34 +387,6 @@ class _Flattener:
             return Value(name, None, multiple=True)
         return Value(name, None)
 
-    def _most(self, symbol: Any) -> int:
-        """How far a size that varies may go: a table of positions, say, has so many rows, and labels are no more, or one less."""
-        if symbol in self.limits:
-            return self.limits[symbol]
-        found, same = [LENGTH_MARGIN * self.hints[symbol], *self._upper(symbol)], {symbol}
-        for other in self.hints.keys() - {symbol}:
-            apart = self.hints[symbol] - self.hints[other]
-            if any(e.subs(symbol, other) == 0 for e in self.equalities):
-                found += self._upper(other)
-                same.add(other)
-            elif any(
-                {symbol, other} <= e.free_symbols and e.is_polynomial() and e.subs(symbol, other + apart).expand() == 0
-                for e in self.equalities
-            ):
-                found += [most + apart for most in (LENGTH_MARGIN * self.hints[other], *self._upper(other))]
-        pieces = [branch for branch in self.branches if branch.pieces and branch.condition.free_symbols <= same]
-        fits = (m for m in range(int(min(found)), 0, -1) if all(b.allows(dict.fromkeys(same, m)) for b in pieces))
-        self.limits[symbol] = next(fits, int(min(found)))
-        return self.limits[symbol]
-
-    def _upper(self, symbol: Any) -> list[Any]:
-        return [r.upper for r in (self.ranges.get(symbol),) if r is not None and r.upper.is_finite]
-
-    def _least(self, symbol: Any) -> int:
-        """Under which size forward takes another way than here, by its branches; 0 where there are none."""
-        found = self.ranges[symbol].lower if symbol in self.ranges else 0
-        return int(found) if found > UNBRANCHED else 0
-
     def _dim(self, dim: Any, maker: str, place: Place) -> Dim:
         if isinstance(dim, int):
             return dim
@@ -387,12 +394,12 @@ class _Flattener:
         for each, batch in ((expression / self.batch_symbol, True), (expression, False)):
             if batch and each.is_Integer:
                 return Batch(int(each))
-            if self.batch_symbol not in each.free_symbols and each.free_symbols <= self.hints.keys():
-                hints = {s: self.hints[s] for s in each.free_symbols}
-                most = {s: self._most(s) for s in hints}
+            if self.batch_symbol not in each.free_symbols and each.free_symbols <= self.sizes.hints.keys():
+                hints = {s: self.sizes.hints[s] for s in each.free_symbols}
+                most = {s: self.sizes.most(s) for s in hints}
                 usual, limit = int(each.subs(hints)), int(each.subs(most))
-                return Free(max(usual, limit), usual, batch, self._least(each))
-        if {s for s in expression.free_symbols if s not in self.hints and s != self.batch_symbol}:
+                return Free(max(usual, limit), usual, batch, self.sizes.least(each))
+        if {s for s in expression.free_symbols if s not in self.sizes.hints and s != self.batch_symbol}:
             raise _follows_from_values(maker, place)
         advice = instead(place, RANKS if "//" in str(expression) else "keep samples apart in the model")
         said = str(expression).replace(str(self.batch_symbol), "n")
