@@ -11,7 +11,7 @@ import dataclasses
 import math
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import structlog
@@ -22,6 +22,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from meshcee.capture.export import (
     EXAMPLES,
+    Branch,
     Exported,
     Watch,
     asked_for_masks,
@@ -86,6 +87,7 @@ class Capture:
     took_s: float = 0.0  # the capture
     rounded: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)  # buffers, as the plain loop has them
     built: nn.Module | None = None  # what the job's function built, with stand-ins for its large tensors
+    branches: tuple[tuple[Branch, ...], ...] = ((), ())  # on sizes, of each of the programs
 
     @property
     def programs(self) -> tuple[Program, ...]:
@@ -118,10 +120,13 @@ class Capture:
 
     def misfit(self, inputs: Mapping[str, torch.Tensor], *, forward_only: bool = False) -> str | None:
         """Which of these raw inputs of a micro-batch the graph does not hold for, and what to do."""
-        program = self.evaluate if forward_only and self.evaluate is not None else self.train
+        chosen = forward_only and self.evaluate is not None
+        program = self.programs[chosen]
+        if said := next(filter(None, (branch.misfit(inputs) for branch in self.branches[chosen])), None):
+            return said
         for name, value in ((entry.name, entry.value) for entry in program.inputs if entry.kind == "raw"):
             given = inputs.get(name)
-            if given is not None and given.dim() == len(value.shape) and (least := value.short_of(given)):
+            if given is not None and given.dim() == len(value.shape) and (least := value.short_of(given.shape)):
                 return (
                     f"{name} is {_said(given.dtype, given.shape)}, and the model takes another way for lengths under {least}: "
                     f"pad to {least}, or write it for all lengths"
@@ -319,6 +324,8 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
             with asked_for_masks() as asked:
                 exported = _export(train_wrap, example, names, varying, most)
             refuse_idle(asked, probed[0])
+            branches = [exported.branches]
+            _refuse_branches(exported.branches, probed)
             program, analysis = _cut(exported, job.cuts)
             before.put_back()
             _accepted(program)
@@ -340,6 +347,7 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
                         looked_at = _WithLoss(model, job, example, evaluate=True)
                         eval_wrap.rebound = _watch(looked_at, job, example, names).assigned()
                     exported = _export(eval_wrap, example, names, varying, most)
+                    branches.append(exported.branches)
                     evaluation = _overlay(exported, program)
                     refuse_aliases(exported.constants, own)
                     _accepted(evaluation)
@@ -365,9 +373,10 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
         took_s=time.perf_counter() - start_s,
         rounded=rounded,
         built=None if recorder is None else model,
+        branches=tuple(branches),
     )
     for inputs in probed:
-        if any(x.kind == "raw" and x.value.short_of(inputs[x.name]) for x in program.inputs):
+        if any(x.kind == "raw" and x.value.short_of(inputs[x.name].shape) for x in program.inputs):
             raise CaptureError(f"a sample of data: {found.misfit(inputs)}")
     return found
 
@@ -477,6 +486,12 @@ def _export(
         return names[target.removeprefix("model.")]
 
     return export_module(wrap, data_rules.inputs_of(example), name_of, varying, most)
+
+
+def _refuse_branches(branches: Sequence[Branch], probed: Iterable[Mapping[str, torch.Tensor]]) -> None:
+    """Raise CaptureError where a sample takes another way than the example, as a branch on its length says."""
+    if said := next(filter(None, (branch.misfit(inputs) for inputs in probed for branch in branches)), None):
+        raise CaptureError(f"a sample of data: {said}")
 
 
 def _cut(exported: Exported, cuts: Sequence[str]) -> tuple[Program, Analysis]:

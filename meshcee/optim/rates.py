@@ -39,6 +39,11 @@ class Schedule:
             raise UsageError(
                 "'ReduceLROnPlateau' follows evaluations: train(..., callbacks=[meshcee.ReduceOnPlateau(...)])"
             )
+        if name == "SWALR":
+            raise UsageError(
+                "'SWALR' reads the rate that it finds: Schedule('LinearLR', start_factor=1.0, end_factor=swa_lr / lr, "
+                "total_iters=N) ends at a constant rate, too, and Job(ema=0.999) keeps an average of the weights"
+            )
         if not (name in WARMUPS or hasattr(torch.optim.lr_scheduler, name)):
             ours, known = ", ".join(WARMUPS), [*WARMUPS, *torch.optim.lr_scheduler.__all__]
             meant = "".join(f"; did you mean {one!r}?" for one in difflib.get_close_matches(name, known, 1))

@@ -55,8 +55,8 @@ def slots_of(kind: type) -> list[str]:
     return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
-def line_of(code: Any, name: str) -> str:
-    """ " at FILE:LINE" where the code stores this name; else where it uses it; else where it begins."""
+def line_of(code: Any, name: str, *, stored_only: bool = False) -> str:
+    """ " at FILE:LINE" where the code stores this name; else where it uses it; else where it begins. Or "", if `stored_only`."""
     if not isinstance(code, types.CodeType) or is_ours(code.co_filename):
         return ""
     stored, used, line = 0, 0, code.co_firstlineno
@@ -65,4 +65,6 @@ def line_of(code: Any, name: str) -> str:
         if step.argval == name:
             used = used or line
             stored = stored or (line if step.opname.startswith("STORE") else 0)
+    if stored_only and not stored:
+        return ""
     return f" at {code.co_filename}:{stored or used or code.co_firstlineno}"

@@ -61,6 +61,7 @@ class Remembered:
         self._alive: list[Any] = []  # so that no two have one id
         self._names: set[str] = set()  # that the code uses which is reached
         self._methods: dict[type, list[Any]] = {}
+        self._codes: list[Any] = []  # of the functions that are reached
         for name, module in model.named_modules():
             self._module(name, module)
         of_model = set(self.values)
@@ -70,6 +71,12 @@ class Remembered:
     def who_changes(self, place: str) -> str:
         """Whose code has this place within reach."""
         return self._loss if place in self._of_loss else "forward"
+
+    def line_at(self, place: str) -> str:
+        """ " at FILE:LINE" of what changes this place, as far as code tells; "" where nobody knows."""
+        if (found := re.match(r"attribute '(\w+)' of class", place)) is None:
+            return self.lines.get(place, "")
+        return next(filter(None, (line_of(code, found[1], stored_only=True) for code in self._codes)), "")
 
     def changed(self, other: Remembered) -> list[str]:
         """Places whose value is another there."""
@@ -152,7 +159,8 @@ class Remembered:
         if id(module) in self._seen:
             return
         self._seen.add(id(module))
-        for held in (vars(module), module._parameters, module._buffers, module._modules):
+        hooks = module._forward_hooks, module._forward_pre_hooks  # which a first call may add, and note that it has
+        for held in (vars(module), module._parameters, module._buffers, module._modules, *hooks):
             self._keep(content_of(held))
         kind = type(module)
         if not is_users(kind.forward):
@@ -188,6 +196,7 @@ class Remembered:
                     self._names.update(used)
                     waiting += used
             self._methods[kind] = list(found.values())
+            self._codes += [getattr(inspect.unwrap(method), "__code__", None) for method in found.values()]
         return self._methods[kind]
 
     def _visit(self, place: str, look: _Look, depth: int, line: str) -> None:
@@ -272,6 +281,7 @@ class Remembered:
         code, name = function.__code__, function.__name__
         if not is_users(function):
             return
+        self._codes.append(code)
         self._keep(content_of(vars(function)))
         for key in list(vars(function)):
             look = functools.partial(operator.getitem, vars(function), key)

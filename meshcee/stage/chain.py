@@ -15,6 +15,7 @@ import torch
 
 from meshcee.capture import Capture, Value
 from meshcee.codec import Coder, accepted, noise_seed
+from meshcee.errors import UsageError
 from meshcee.job import Job, seed_of, shares_of
 from meshcee.optim import Optimizer
 from meshcee.sampling import NO_STEP, HyperSchedule, source_of
@@ -119,6 +120,8 @@ class Chain:
 
     def forward(self, step: int, micro: int, batch: tuple[Any, Any]) -> torch.Tensor:
         raw = self.captured.inputs_of(batch)
+        if said := self.captured.misfit(raw):
+            raise UsageError(f"step {step + 1}, micro-batch {micro + 1}: {said}")
         received: Sequence[Any] = []
         self.rng = seed_of(self.job.seed, step, micro)
         loss = None

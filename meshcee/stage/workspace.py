@@ -89,7 +89,8 @@ class _Live(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_memory(t) for t in _tensors((*args, *(kwargs or {}).values()))}
-        out = func(*args, **(kwargs or {}))
+        # No number is drawn, and some of torch's rules for fake tensors take no generator.
+        out = func(*args, **{name: v for name, v in (kwargs or {}).items() if not isinstance(v, torch.Generator)})
         for tensor in _tensors([out]):
             storage = tensor.untyped_storage()
             key = storage._cdata

@@ -382,3 +382,11 @@ def test_an_integer_is_computed_once_however_many_read_it() -> None:
     doubled = [("int.min", [{"r": n}, {"r": n}], [0]) for n in range(1, 101)]
     program = decode_program(graph([ROWS], ("aten.sym_size.int", [X, 0], [0]), *doubled))
     assert integer(program, 101, 7) == 7
+
+
+def test_experts_in_a_graph_are_a_stack_of_matrices() -> None:
+    """Of two matrices the kernel takes the offsets for places in the other dimension."""
+    product, ends = find_operator("aten._grouped_mm.default"), torch.tensor([4, 8], dtype=torch.int32)
+    with pytest.raises(ValueError, match="experts a stack of matrices"):
+        product.call(torch.ones(8, 4), torch.ones(4, 8), ends)
+    assert product.call(torch.ones(8, 4), torch.ones(2, 4, 8), ends).shape == (8, 8)

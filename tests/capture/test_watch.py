@@ -37,6 +37,8 @@ class Keeps(nn.Module):
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.inner = nn.Module()
         self.inner.register_buffer("ema", torch.zeros(WIDTH))
+        self.inner.register_buffer("late", None)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.temperature, self.calls, self.seen, self.cache = 1.0, 0, [0], None
         self.plain = torch.zeros(WIDTH)
         self.drawer = np.random.default_rng(0)
@@ -117,6 +119,43 @@ def attends(m: Any, h: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, q, q).reshape(-1, WIDTH)
 
 
+def enqueues(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.inner.ema = torch.cat([h.detach().mean(0), m.inner.ema])
+    return m.b(h)
+
+
+def fills(m: Any, h: torch.Tensor) -> torch.Tensor:
+    if m.inner.late is None:
+        m.inner.late = torch.ones(WIDTH)
+    return m.b(h) * m.inner.late
+
+
+def registers(m: Any, h: torch.Tensor) -> torch.Tensor:
+    if not hasattr(m.inner, "made"):
+        m.inner.register_buffer("made", torch.ones(WIDTH), persistent=False)
+    return m.b(h) * m.inner.made
+
+
+class Counts:
+    calls = 0
+
+
+def counts_in_a_class(m: Any, h: torch.Tensor) -> torch.Tensor:
+    Counts.calls += 1
+    return m.b(h)
+
+
+def sets_data(m: Any, h: torch.Tensor) -> torch.Tensor:
+    m.b.weight.data = F.normalize(m.b.weight.data, dim=-1)
+    return m.b(h)
+
+
+def follows_by_data(m: Any, h: torch.Tensor) -> torch.Tensor:
+    for k, p in zip(m.frozen.parameters(), m.b.parameters()):
+        k.data = k.data * 0.9 + p.data * 0.1
+    return m.b(h) + m.frozen(h)
+
+
 STATE = rf"at .*{HERE} in every call, .*registered buffer"
 AGAIN = rf"something else when it is called again at .*{HERE}: .*torch\.rand"
 UNDER = rf"forward runs at .*{HERE} under {{}}, which a graph does not hold"
@@ -130,13 +169,19 @@ REFUSED: dict[Callable[[Any, torch.Tensor], torch.Tensor], str] = {
     lambda m, h: m.b(h) * (time.time() % 1): AGAIN,
     lambda m, h: m.b(h) * float(np.random.default_rng().normal()): AGAIN,
     lambda m, h: m.b(h) * torch.from_numpy(m.drawer.normal(size=WIDTH)).float(): "'drawer' of the model " + STATE,
-    assigns_with_gradient: r"assigns buffer 'inner\.ema' a value with a gradient; .*\.detach\(\)",
+    assigns_with_gradient: rf"assigns buffer 'inner\.ema' a value with a gradient at .*{HERE}; .*\.detach\(\)",
+    enqueues: rf"assigns buffer 'inner\.ema' a tensor of another type, shape or order at .*{HERE}; assign one like it",
+    fills: rf"makes a buffer 'inner\.late' at .*{HERE}; run one batch",
+    registers: rf"makes a buffer 'inner\.made' at .*{HERE}; run one batch",
+    counts_in_a_class: "attribute 'calls' of class Counts " + STATE,
+    sets_data: rf"a \.data is assigned at .*{HERE}.*; compute with what it shall be, as self\.scale\.clamp\(max=4\.6\)",
+    follows_by_data: rf"a \.data is assigned at .*{HERE}.*; under torch\.no_grad\(\) write k\.mul_\(m\)",
     seeds: UNDER.format("a seed of its own"),
     forks: rf"fork_rng is used in forward at .*{HERE} .*a seed of its own.*; draw without it",
     infers: UNDER.format("torch.inference_mode"),
     packs: UNDER.format("saved_tensors_hooks"),
     attends: UNDER.format("sdpa_kernel or another choice of attention kernels"),
-    freezes: rf"leaves out or changes something that forward does at .*{HERE}",
+    freezes: rf"requires_grad of a weight is set at .*{HERE} .*set back in one pass.*functional_call",
 }
 
 
@@ -161,6 +206,25 @@ def test_state_and_contexts_that_a_graph_does_not_hold(then: Callable[[Any, torc
     assert before[:4] == after[:4]
     assert torch.equal(before[4], after[4])
     assert before[5] == after[5]
+
+
+def follows(m: Any, h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        for k, p in zip(m.frozen.parameters(), m.b.parameters()):
+            k.mul_(0.9).add_(p, alpha=0.1)
+    return m.b(h) + m.frozen(h)
+
+
+def detaches(m: Any, h: torch.Tensor) -> torch.Tensor:
+    detached: torch.Tensor = torch.func.functional_call(m.b, {n: p.detach() for n, p in m.b.named_parameters()}, (h,))
+    return detached + F.linear(h, F.normalize(m.b.weight, dim=-1), m.b.bias.clamp(max=0.1))
+
+
+@pytest.mark.parametrize("then", [follows, detaches], ids=lambda then: then.__name__)
+def test_what_refusals_say_to_write_trains_as_in_the_plain_loop(
+    then: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> None:
+    assert difference(job_of(Keeps(then)), ("late",), seed=1) == ""
 
 
 def test_a_counter_in_the_closure_of_the_loss() -> None:
@@ -288,6 +352,28 @@ def test_a_cache_that_another_model_has_filled_is_emptied_each_time() -> None:
     CachedForEach()(torch.ones(2, WIDTH))
     torch.manual_seed(1)
     assert difference(job_of(CachedForEach())) == ""
+
+
+class Recording(Cached):
+    """Hooks that the first call adds, as those of transformers for what a router says: once, as an attribute notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hooked, self.found = False, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        if not self.hooked:
+            self.a.register_forward_hook(lambda module, args, output: self.note(output))
+            self.hooked = True
+        self.note = found.append
+        h = self.a(x)
+        self.note = None
+        return torch.stack(found).sum(0) + h
+
+
+def test_hooks_that_the_first_call_adds_are_added_once() -> None:
+    assert difference(job_of(Recording()), ("late",), seed=1) == ""
 
 
 class Branches(nn.Module):

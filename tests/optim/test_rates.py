@@ -254,6 +254,7 @@ def test_a_warm_up_is_that_of_transformers(name: str, of_theirs: str, options: d
         ("CosineWithWarmup", {"warmup": 0.03, "steps": 1000}, "warmup=0.03 is no whole number of steps: say warmup=30"),
         ("LinearWithWarmup", {"warmup": 3, "steps": "all"}, "steps='all' is no whole number"),
         ("ConstantWithWarmup", {"warmup": -1}, "warmup=-1 is no whole number"),
+        ("SWALR", {"swa_lr": 0.01}, r"LinearLR.*end_factor.*ema=0\.999"),
         ("CosineAnnealing", {}, "not a step-driven class"),
         ("cosine", {"T_max": 9}, "'cosine' is not a step-driven .*CosineWithWarmup"),
     ],

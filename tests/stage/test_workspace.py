@@ -49,6 +49,25 @@ def test_a_second_gradient_is_there_before_it_is_added_to_the_first() -> None:
     assert 4 * rows <= max(many) <= matrix + 5 * rows
 
 
+class Experts(nn.Module):
+    """Rows are sent to experts, by numbers that are drawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates = nn.functional.gumbel_softmax(x, dim=-1) + torch.empty_like(x).exponential_()
+        ends = torch.arange(1, 5, dtype=torch.int32) * x.shape[0]
+        return nn.functional.grouped_mm((x * gates).repeat(4, 1), self.experts, offs=ends).view(4, -1, 16).sum(0)
+
+
+def test_draws_and_products_with_experts_are_counted() -> None:
+    rows = torch.randn(8, 16)
+    [(_, found)] = found_in(dataclasses.replace(deeper(), model=Experts(), data=[(row, -row) for row in rows]), (64,))
+    assert max(found) >= 2 * 4 * 16 * 16 * 4
+
+
 @pytest.mark.slow
 def test_unfolded_weights_are_a_workspace_and_a_large_one_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = 8 * WIDTH * WIDTH  # what the table gives, and that times the scales

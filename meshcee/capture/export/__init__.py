@@ -9,13 +9,14 @@ from meshcee.capture.export.flatten import EXAMPLES, Exported, export_module
 from meshcee.capture.export.masks import asked_for_masks, refuse_idle
 from meshcee.capture.export.refusals import explain, faithful, refuse_modules
 from meshcee.capture.export.settings import peers_default, refuse_settings
-from meshcee.capture.export.sizes import sizes_that_vary
+from meshcee.capture.export.sizes import Branch, sizes_that_vary
 from meshcee.capture.export.unchanged import Unchanged
 from meshcee.capture.export.watch import Watch, keeping
 from meshcee.capture.export.writes import place_of, refuse_aliases, refuse_overlaps, refuse_shared, settled
 
 __all__ = [
     "EXAMPLES",
+    "Branch",
     "Exported",
     "Unchanged",
     "Watch",

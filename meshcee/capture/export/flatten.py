@@ -20,6 +20,7 @@ from meshcee.capture.export.functions import BEGINS, ENDS, backward_program, ren
 from meshcee.capture.export.products import one_order
 from meshcee.capture.export.refusals import COUNTED, LENGTH, RANKS, Watched, explain, instead, where
 from meshcee.capture.export.settings import PEERS_DEFAULT
+from meshcee.capture.export.sizes import Branch, branches_of
 from meshcee.capture.graph import (
     FUNCTION,
     Batch,
@@ -79,6 +80,7 @@ class Exported:
     nodes: list[Node]
     outputs: list[int]
     constants: list[tuple[torch.Tensor, str]]  # the user's own tensors among the inputs, and where each is used
+    branches: tuple[Branch, ...] = ()  # on sizes that vary
 
 
 def export_module(
@@ -103,7 +105,46 @@ def export_module(
         raise
     except Exception as error:  # torch.export raises a dozen unrelated classes
         raise explain(error, watched) from error
-    return _Flattener(exported, tuple(arguments), name_of).run()
+    return _Flattener(exported, tuple(arguments), name_of).run(watched.branches)
+
+
+@dataclasses.dataclass
+class _Sizes:
+    """How far each size that varies may go."""
+
+    ranges: Mapping[Any, Any]  # symbol -> the sizes that the model takes
+    hints: dict[Any, int] = dataclasses.field(default_factory=dict)  # symbol -> its size in the example
+    equalities: list[Any] = dataclasses.field(default_factory=list)  # differences of sizes, 0 wherever the model runs
+    branches: tuple[Branch, ...] = ()
+    limits: dict[Any, int] = dataclasses.field(default_factory=dict)  # symbol -> what `most` has found
+
+    def most(self, symbol: Any) -> int:
+        """How far a size that varies may go: a table of positions, say, has so many rows, and labels are no more, or one less."""
+        if symbol in self.limits:
+            return self.limits[symbol]
+        found, same = [LENGTH_MARGIN * self.hints[symbol], *self.upper(symbol)], {symbol}
+        for other in self.hints.keys() - {symbol}:
+            apart = self.hints[symbol] - self.hints[other]
+            if any(e.subs(symbol, other) == 0 for e in self.equalities):
+                found += self.upper(other)
+                same.add(other)
+            elif any(
+                {symbol, other} <= e.free_symbols and e.is_polynomial() and e.subs(symbol, other + apart).expand() == 0
+                for e in self.equalities
+            ):
+                found += [most + apart for most in (LENGTH_MARGIN * self.hints[other], *self.upper(other))]
+        pieces = [branch for branch in self.branches if branch.pieces and branch.condition.free_symbols <= same]
+        fits = (m for m in range(int(min(found)), 0, -1) if all(b.allows(dict.fromkeys(same, m)) for b in pieces))
+        self.limits[symbol] = next(fits, int(min(found)))
+        return self.limits[symbol]
+
+    def upper(self, symbol: Any) -> list[Any]:
+        return [r.upper for r in (self.ranges.get(symbol),) if r is not None and r.upper.is_finite]
+
+    def least(self, symbol: Any) -> int:
+        """Under which size forward takes another way than here, by its branches; 0 where there are none."""
+        found = self.ranges[symbol].lower if symbol in self.ranges else 0
+        return int(found) if found > UNBRANCHED else 0
 
 
 class _Flattener:
@@ -120,25 +161,30 @@ class _Flattener:
         self.by_name: dict[str, int] = {}
         self.batch_symbol: Any = None
         self.size_numbers: dict[Any, int] = {}  # symbol of a raw input's size -> the one node that reads it
-        self.hints: dict[Any, int] = {}  # symbol -> its size in the example
         self.raw_sizes: dict[Any, tuple[int, int]] = {}  # symbol -> the first raw input that has it, and where
-        self.ranges = exported.range_constraints  # symbol -> the sizes that the model takes
+        self.sizes = _Sizes(exported.range_constraints)
         self.backward_at = 0  # where the backward pass of the function begins that is being walked
-        self.equalities: list[Any] = []  # differences of sizes, which are 0 wherever the model runs
 
-    def run(self) -> Exported:
+    def run(self, asked: Mapping[str, Place]) -> Exported:
+        """`asked`: conditions of sizes that Python code has asked for, and where."""
         graph = self.exported.graph_module.graph
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         users = [s for s in self.exported.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
         raw_of = {s.arg.name: name for s, name in zip(users, self.raw)}
         specs = {s.arg.name: s for s in self.exported.graph_signature.input_specs}
+        places: dict[Any, tuple[str, int]] = {}
         for placeholder in placeholders:
             sizes = getattr(placeholder.meta["val"], "shape", ()) if placeholder.name in raw_of else ()
-            self.hints |= {symbol: _hint(size) for size in sizes if (symbol := _symbol(size)) is not None}
+            self.sizes.hints |= {symbol: _hint(size) for size in sizes if (symbol := _symbol(size)) is not None}
+            for place, symbol in enumerate(map(_symbol, sizes)):
+                places.setdefault(symbol, (raw_of[placeholder.name], place))
+        modes = (getattr(placeholder.meta["val"], "fake_mode", None) for placeholder in placeholders)
+        if (mode := next(filter(None, modes), None)) is not None:
+            self.sizes.equalities = _equalities(mode.shape_env)
+            pads = _pads(self.exported.graph_module)
+            self.sizes.branches = branches_of(mode.shape_env, asked, places, pads)
         for placeholder in placeholders:
             self._input(placeholder, specs[placeholder.name], raw_of)
-            if not self.equalities and (mode := getattr(placeholder.meta["val"], "fake_mode", None)) is not None:
-                self.equalities = _equalities(mode.shape_env)
         self._graph(self.exported.graph_module, graph, no_grad=False)
         output = next(n for n in graph.nodes if n.op == "output")
         kinds = [s.kind.name for s in self.exported.graph_signature.output_specs]
@@ -147,7 +193,9 @@ class _Flattener:
         ]
         if not all(isinstance(o, Ref) for o in outputs):
             raise CaptureError("an output of the model does not depend on its inputs; return tensors made from them")
-        return _canonical(Exported(self.inputs, self.nodes, [o.index for o in outputs], self.constants))
+        return _canonical(
+            Exported(self.inputs, self.nodes, [o.index for o in outputs], self.constants, self.sizes.branches)
+        )
 
     def _input(self, placeholder: Any, spec: Any, raw_of: Mapping[str, str]) -> None:
         kind = spec.kind.name
@@ -339,28 +387,6 @@ class _Flattener:
             return Value(name, None, multiple=True)
         return Value(name, None)
 
-    def _most(self, symbol: Any) -> int:
-        """How far a size that varies may go: a table of positions, say, has so many rows, and labels are no more, or one less."""
-        found = [LENGTH_MARGIN * self.hints[symbol], *self._upper(symbol)]
-        for other in self.hints.keys() - {symbol}:
-            apart = self.hints[symbol] - self.hints[other]
-            if any(e.subs(symbol, other) == 0 for e in self.equalities):
-                found += self._upper(other)
-            elif any(
-                {symbol, other} <= e.free_symbols and e.is_polynomial() and e.subs(symbol, other + apart).expand() == 0
-                for e in self.equalities
-            ):
-                found += [most + apart for most in (LENGTH_MARGIN * self.hints[other], *self._upper(other))]
-        return int(min(found))
-
-    def _upper(self, symbol: Any) -> list[Any]:
-        return [r.upper for r in (self.ranges.get(symbol),) if r is not None and r.upper.is_finite]
-
-    def _least(self, symbol: Any) -> int:
-        """Under which size forward takes another way than here, by its branches; 0 where there are none."""
-        found = self.ranges[symbol].lower if symbol in self.ranges else 0
-        return int(found) if found > UNBRANCHED else 0
-
     def _dim(self, dim: Any, maker: str, place: Place) -> Dim:
         if isinstance(dim, int):
             return dim
@@ -368,12 +394,12 @@ class _Flattener:
         for each, batch in ((expression / self.batch_symbol, True), (expression, False)):
             if batch and each.is_Integer:
                 return Batch(int(each))
-            if self.batch_symbol not in each.free_symbols and each.free_symbols <= self.hints.keys():
-                hints = {s: self.hints[s] for s in each.free_symbols}
-                most = {s: self._most(s) for s in hints}
+            if self.batch_symbol not in each.free_symbols and each.free_symbols <= self.sizes.hints.keys():
+                hints = {s: self.sizes.hints[s] for s in each.free_symbols}
+                most = {s: self.sizes.most(s) for s in hints}
                 usual, limit = int(each.subs(hints)), int(each.subs(most))
-                return Free(max(usual, limit), usual, batch, self._least(each))
-        if {s for s in expression.free_symbols if s not in self.hints and s != self.batch_symbol}:
+                return Free(max(usual, limit), usual, batch, self.sizes.least(each))
+        if {s for s in expression.free_symbols if s not in self.sizes.hints and s != self.batch_symbol}:
             raise _follows_from_values(maker, place)
         advice = instead(place, RANKS if "//" in str(expression) else "keep samples apart in the model")
         said = str(expression).replace(str(self.batch_symbol), "n")
@@ -397,6 +423,18 @@ def _equalities(shapes: Any) -> list[Any]:
     equal = [guard.expr for guard in shapes.guards if guard.expr.is_Equality]
     found = [(e.lhs - e.rhs).subs(shapes.replacements).expand() for e in equal]
     return [difference for difference in found if difference != 0]
+
+
+def _pads(module: Any) -> set[Any]:
+    """By how many the graph pads, where that follows from sizes."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+    padding = [
+        n
+        for g in graphs
+        for n in g.nodes
+        if operator_name(n.target) in ("aten.pad.default", "aten.constant_pad_nd.default")
+    ]
+    return {_symbol(given.meta.get("val")) for n in padding for given in n.all_input_nodes} - {None}
 
 
 def _needed(graph: Any) -> set[Any]:
@@ -496,7 +534,8 @@ def _canonical(exported: Exported) -> Exported:
         node = renumbered(nodes[number - base], renumber)
         value = dataclasses.replace(node.value, name=f"n{len(new_nodes)}")
         new_nodes.append(dataclasses.replace(node, value=value))
-    return Exported(new_inputs, new_nodes, [renumber[o] for o in exported.outputs], exported.constants)
+    outputs = [renumber[o] for o in exported.outputs]
+    return dataclasses.replace(exported, inputs=new_inputs, nodes=new_nodes, outputs=outputs)
 
 
 def _moved(held: Any, places: Mapping[int, int]) -> Any:

@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
+from meshcee.capture.export.settings import unfused
 from meshcee.eager import entries
 from meshcee.errors import CaptureError, MeshceeError
 from meshcee.user_code import Place, avoided, is_ours, place_in
@@ -49,6 +50,7 @@ __all__ = [
 _MOST_LINES = 12  # of a node's stack: the innermost ones
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SET_NEEDS: Any = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _GRAD: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
@@ -153,6 +155,16 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
         "write out what it computes: d = x - x.mean(1, keepdim=True), and then d @ d.T / (x.shape[1] - 1)",
     ),
     (r"type SymInt which has no callable", "numpy computes with a size", COUNT),
+    (
+        r"unhashable type: .*SymInt",
+        "a size is a key, as of a dict or of functools.lru_cache",
+        "make the value in forward each time, or once for the longest samples, and take [:n] of it, with n = x.shape[1]",
+    ),
+    (
+        r"Constraints violated.*generated guard [^\n]*(?:!=|==) \d+\.\n",
+        "a branch asks for the number of samples",
+        "write it alike for any number of samples",
+    ),
     (r"device.*meta|meta.*device", None, "create tensors on the device of the input"),
     (
         r"Constraints violated.*max=(\d+)",
@@ -177,7 +189,7 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
     at = _innermost(frames)
     lines = " ".join([at.text, *(f.line or "" for f in frames if f.filename.startswith(_MODULES))])
     if not at.text and sizes is not None:
-        at = sizes.at
+        at = sizes.at if sizes.at.text else sizes.branch()
     if sizes is not None and sizes.mapped.text and not re.search(_BY_VALUE, text):
         at = sizes.mapped
         advice = "write it for a whole batch, as the functions of torch are"
@@ -242,6 +254,13 @@ def _computes(code: str) -> bool:
     return "as_tensor(" in code or (asked and "len(" not in code)
 
 
+def _decides(asks: Any) -> bool:
+    """Whether this place asks for a size to do one thing or another. What torch asks besides is of strides and of errors."""
+    frame = getattr(asks, "framework_loc", None)
+    file, name = getattr(frame, "filename", ""), getattr(frame, "name", "")
+    return bool(file) and (name == "split" or file.startswith(_MODULES) or not is_ours(file))
+
+
 class Watched(logging.Handler):
     """Around an export: notes what its errors do not say.
 
@@ -259,11 +278,15 @@ class Watched(logging.Handler):
         self.fixes: dict[str, tuple[Place, str, str]] = {}  # torch's word -> where, what, advice
         self.suspect: tuple[Place, str, str] | None = None  # the same of a function that may fix a size
         self.samples: set[str] = set()  # what torch calls their number
+        self.branches: dict[str, Place] = {}  # a condition of sizes that decides what is computed -> where it is asked
 
     def emit(self, record: logging.LogRecord) -> None:
-        said, given = str(record.msg), [str(a) for a in record.args or ()]
+        said, what = str(record.msg), cast(tuple[Any, ...], record.args or ())
+        given = [str(a) for a in what]
         if said.startswith("create_symbol") and given[2].endswith(".size()[0]"):
             self.samples.add(given[0])
+        if "[guard added]" in said and given[0] == "eval" and _decides(what[2]):
+            self.branches[given[1]] = _here()
         if "[guard added]" in said and _PART.search(given[1]) and set(re.findall(r"\bs\d+", given[1])) <= self.samples:
             here = _here().text
             advice = SPLIT if _SPLITS.search(here) else PAIRS if "pdist(" in here else RANKS
@@ -292,6 +315,11 @@ class Watched(logging.Handler):
                 self.fix("specialized", "Python computes with the number of samples", COUNT)
             elif given[0] not in self.samples and (_computes(self.at.text) or _loops(self.at.text)):
                 self.fix("specialized", "Python computes with the length of samples, or goes over them", LENGTH)
+
+    def branch(self) -> Place:
+        """The first branch on the number of samples alone."""
+        found = [at for asked, at in self.branches.items() if set(re.findall(r"\bs\d+", asked)) <= self.samples]
+        return next(iter(found), Place())
 
     def fix(self, word: str, how: str, advice: str) -> None:
         if word not in self.fixes:
@@ -349,6 +377,12 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 AFTER_ONE_BATCH = "run one batch through the model before you make the job, if only its first call does so"
 
 
+COMPUTED = (
+    "compute with what it shall be, as self.scale.clamp(max=4.6) or F.linear(x, F.normalize(self.weight, dim=-1))"
+)
+FOLLOWS = "under torch.no_grad() write k.mul_(m).add_(p, alpha=1 - m)"
+AVERAGE = "write into a registered buffer, as self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1) does"
+
 # A function of torch -> the argument that must be set ("": any call), what it does, and what does the same on peers.
 _KNOWN = (
     (
@@ -386,6 +420,8 @@ class _Looking(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._own = {id(p) for p in model.parameters()}
+        self._thawed: dict[int, Place] = {}  # weights whose requires_grad forward has changed, and where
+        self._used: set[int] = set()  # of these, since then
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOOKS:
@@ -393,6 +429,12 @@ class _Looking(TorchFunctionMode):
         for name, argument, what, advice in _KNOWN:
             if getattr(func, "__name__", "") == name and (not argument or (kwargs or {}).get(argument)):
                 raise CaptureError(f"{what.format(_here())}; {instead(_here(), advice)}")
+        if func in (torch.Tensor.requires_grad_, _SET_NEEDS) and id(args[0]) in self._own:
+            wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
+            if bool(wanted) != args[0].requires_grad:
+                self._refuse_thawing(id(args[0]))
+        elif self._thawed:
+            self._used.update(id(given) for given in args if id(given) in self._thawed)
         set_now = func is torch.Tensor.requires_grad_ and not args[0].requires_grad and args[1:] != (False,)
         made = set_now and not isinstance(args[0], nn.Parameter)  # by forward
         if made and sys._getframe(1).f_code.co_filename != nn.parameter.__file__:
@@ -407,10 +449,8 @@ class _Looking(TorchFunctionMode):
                 "leave it out, or clip and scale gradients by the Job's own settings"
             )
         if func == _SET_DATA:
-            raise CaptureError(
-                f"a .data is assigned{_here()}, which a graph does not hold; write into a registered buffer, as "
-                "self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1) does"
-            )
+            advice = COMPUTED if args[0].requires_grad else FOLLOWS if id(args[0]) in self._own else AVERAGE
+            raise CaptureError(f"a .data is assigned{_here()}, which a graph does not hold; {instead(_here(), advice)}")
         if func == _DATA and Watched.now is not None:
             return args[0].detach()  # which a graph has a word for: what is written there is written here
         for given in args:
@@ -444,6 +484,15 @@ class _Looking(TorchFunctionMode):
         elif name in _FIXING and (fixed or (free and sizes.suspect is None and _vary(args))):
             sizes.suspect = _here(), f"torch.{name} makes a constant of a size", _FIXING[name]
         return made
+
+    def _refuse_thawing(self, weight: int) -> None:
+        """A weight that is frozen and thawed again in one pass, with what uses it between, has two minds in one graph."""
+        if weight in self._used:
+            at = self._thawed[weight]
+            advice = "call torch.func.functional_call(m, {n: p.detach() for n, p in m.named_parameters()}, h)"
+            words = f"requires_grad of a weight is set{at} and set back in one pass, which no graph holds"
+            raise CaptureError(f"{words}; {instead(at, advice)}")
+        self._thawed.setdefault(weight, _here())
 
     def _astray(self, tensor: torch.Tensor) -> bool:
         if id(tensor) in self._own or not (tensor.requires_grad and tensor.is_leaf):
@@ -533,27 +582,6 @@ def _refuse_other_state(model: nn.Module) -> None:
             )
 
 
-def _unfused(kind: type[nn.Module], model: nn.Module) -> Callable[..., Any]:
-    """The forward pass of torch's attention, and CaptureError where torch would go its fast way, which computes other bits."""
-    forward: Any = kind.forward
-
-    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()]
-        one = self.self_attn if isinstance(self, nn.TransformerEncoderLayer) else self
-        fits = one.batch_first and one.num_heads % 2 == 0 and one._qkv_same_embed_dim and one.bias_k is None
-        fits = fits and given[0].dim() == 3 and (one is not self or all(t is given[0] for t in given[:3]))
-        gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (given[0], *self.parameters()))
-        if fits and not self.training and not gradient:
-            name = next((name for name, module in model.named_modules() if module is self), "")
-            raise CaptureError(
-                f"torch computes {name or kind.__name__!r} with fused kernels{_here()}, since it is in eval mode and frozen, "
-                "and graphs have none; write torch.backends.mha.set_fastpath_enabled(False) at the top of the file"
-            )
-        return forward(self, *args, **kwargs)
-
-    return compute
-
-
 @contextlib.contextmanager
 def faithful(model: nn.Module, *, evaluate: bool = False) -> Iterator[None]:
     """Around the forward pass that is traced: errors in words, and CaptureError for what export would leave out.
@@ -564,7 +592,7 @@ def faithful(model: nn.Module, *, evaluate: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer):
             if torch.backends.mha.get_fastpath_enabled() and not evaluate:
-                patches.enter_context(replaced(kind, "forward", _unfused(kind, model)))
+                patches.enter_context(replaced(kind, "forward", unfused(kind, model, _here)))
         patches.enter_context(_Looking(model))
         patches.enter_context(replaced(torch.distributions.Distribution, "__init__", _unvalidated))
         patches.enter_context(replaced(torch.distributions.Distribution, "_validate_sample", lambda self, value: None))

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from meshcee.errors import UsageError
+from meshcee.errors import CaptureError, UsageError
 from meshcee.optim import Optimizer
 
-__all__ = ["PEERS_DEFAULT", "peers_default", "refuse_settings"]
+__all__ = ["PEERS_DEFAULT", "peers_default", "refuse_settings", "unfused"]
 
 Setting = tuple[Callable[[], Any], tuple[Any, ...]]  # what it is, and what it may be
 _cuda: Any = torch.backends.cuda
@@ -90,3 +91,24 @@ def refuse_settings(optimizer: Optimizer) -> None:
                 f"{name} is {found!r} in this process, and {fine[0]!r} in a peer's, whose kernels give other bits; leave the "
                 "setting out"
             )
+
+
+def unfused(kind: type[nn.Module], model: nn.Module, here: Callable[[], Any]) -> Callable[..., Any]:
+    """The forward pass of torch's attention, and CaptureError where torch would go its fast way, which computes other bits."""
+    forward: Any = kind.forward
+
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        one = self.self_attn if isinstance(self, nn.TransformerEncoderLayer) else self
+        fits = one.batch_first and one.num_heads % 2 == 0 and one._qkv_same_embed_dim and one.bias_k is None
+        fits = fits and given[0].dim() == 3 and (one is not self or all(t is given[0] for t in given[:3]))
+        gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (given[0], *self.parameters()))
+        if fits and not self.training and not gradient:
+            name = next((name for name, module in model.named_modules() if module is self), "")
+            raise CaptureError(
+                f"torch computes {name or kind.__name__!r} with fused kernels{here()}, since it is in eval mode and frozen, "
+                "and graphs have none; write torch.backends.mha.set_fastpath_enabled(False) at the top of the file"
+            )
+        return forward(self, *args, **kwargs)
+
+    return compute

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from meshcee.capture.export.refusals import Watched, replaced
+from meshcee.capture.export.refusals import Watched, instead, replaced
+from meshcee.user_code import Place
 
-__all__ = ["sizes_that_vary"]
+__all__ = ["Branch", "branches_of", "sizes_that_vary"]
 
 
 @contextlib.contextmanager
@@ -84,3 +86,62 @@ def _start(start: Any, size: Any) -> Any:
 
 def _stop(stop: Any, size: Any) -> Any:
     return _LEAST(stop, size) if isinstance(stop, int) and stop > 0 else stop
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A condition of sizes that code has asked for while it was traced. Where it does not hold, the graph is not what forward
+    does."""
+
+    condition: Any  # of torch's symbols
+    places: Mapping[Any, tuple[str, int]]  # symbol -> the raw input that has this size, and where
+    pieces: bool  # whether it decides how many pieces a tensor is split into
+    at: Place
+
+    def allows(self, sizes: Mapping[Any, int]) -> bool:
+        return str(self.condition.subs(sizes)) != "False"
+
+    def misfit(self, inputs: Mapping[str, torch.Tensor]) -> str:
+        """What to say of these raw inputs; "" where the graph holds for them."""
+        shapes = {name: tuple(tensor.shape) for name, tensor in inputs.items()}
+        own = {s: shapes[name][dim] for s, (name, dim) in self.places.items() if dim < len(shapes.get(name, ()))}
+        if self.allows(own):
+            return ""
+        said = " and ".join(dict.fromkeys(f"{name} is {shapes[name]}" for name, _ in self.places.values()))
+        one = "or pad all samples to one length"
+        if self.pieces:
+            advice = instead(self.at, f"pad to a multiple of a length k and write h.unflatten(1, (-1, k)), {one}")
+            return f"{said}, of which the model makes another number of pieces{self.at}: {advice}"
+        advice = instead(self.at, f"write it alike for all lengths, {one}")
+        return f"{said}, for which the model takes another way{self.at}: {advice}"
+
+
+def branches_of(
+    shapes: Any, asked: Mapping[str, Place], places: Mapping[Any, tuple[str, int]], pads: Collection[Any]
+) -> tuple[Branch, ...]:
+    """Of the conditions that torch has noted, those that Python code asked for, of other sizes than the number of samples.
+
+    Those that a range of a size says are in its range, and not here. Nor is `if pad > 0:` around a padding by so many: by
+    none it is the same.
+
+    places  symbol -> the raw input that has this size, and where: samples are its first
+    pads    by how many something is padded
+    """
+    found: dict[Any, Branch] = {}
+    for guard in shapes.guards:
+        condition = guard.expr.subs(shapes.replacements)
+        symbols = condition.free_symbols
+        lengths = [s for s in symbols if s in places and places[s][1] > 0]
+        if str(guard.expr) in asked and lengths and symbols <= places.keys() and not _is_idle(condition, pads):
+            pieces = guard.sloc.framework_loc.name == "split"
+            own = {s: places[s] for s in sorted(symbols, key=str)}
+            found.setdefault(condition, Branch(condition, own, pieces, asked[str(guard.expr)]))
+    return tuple(found.values())
+
+
+def _is_idle(condition: Any, pads: Collection[Any]) -> bool:
+    if 0 in condition.args and any(pad in condition.args for pad in pads):
+        return True
+    compares = condition.is_Relational and not (condition.is_Equality or condition.rel_op == "!=")
+    sides = (condition.lhs, condition.rhs) if compares else ()
+    return {(side.is_Symbol, side.is_number) for side in sides} == {(True, False), (False, True)}

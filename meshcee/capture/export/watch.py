@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from meshcee.capture.export.flatten import is_factory
-from meshcee.capture.export.refusals import AFTER_ONE_BATCH, COUNT, GRADIENT_SET
+from meshcee.capture.export.refusals import AFTER_ONE_BATCH, COUNT, GRADIENT_SET, replaced
 from meshcee.capture.export.writes import is_copy
 from meshcee.capture.graph import Program, canonical, quiet, resolve, without_out
 from meshcee.eager import entries
@@ -257,9 +257,11 @@ def eager_runs(
     samples: int,
     times: int = 1,
     after: Callable[[], None] = lambda: None,
+    lines: Mapping[tuple[int, str], str] | None = None,
 ) -> tuple[list[Run], dict[str, tuple[torch.Tensor, torch.Tensor]]]:
     """The module's forward pass on fakes of its tensors, so many times in a row; `after` is called after each.
 
+    lines  where attributes are assigned (`_assignments`), for errors
     Besides, the buffers that forward assigned: their tensors before and after the first pass.
     """
     rebound: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -289,7 +291,10 @@ def eager_runs(
                 with torch.enable_grad(), _seedings() as seeded, _Naming(run, names, seeded) as naming:
                     loss = module(*inputs.values())[0]
                 if made := [path for path, _ in module.named_buffers(remove_duplicate=False) if path not in known]:
-                    raise CaptureError(f"forward makes a buffer {made[0].removeprefix('model.')!r}; {AFTER_ONE_BATCH}")
+                    at = _line_of(module, made[0], lines or {})
+                    raise CaptureError(
+                        f"forward makes a buffer {made[0].removeprefix('model.')!r}{at}; {AFTER_ONE_BATCH}"
+                    )
                 buffers = {name_of(path): t for path, t in module.named_buffers(remove_duplicate=False)}
                 run.end(naming, loss, buffers)
                 for path, tensor in module.named_buffers(remove_duplicate=False):
@@ -365,17 +370,24 @@ def _seedings() -> Iterator[list[str]]:
 def _assignments() -> Iterator[dict[tuple[int, str], str]]:
     """The user's line that assigned an attribute last, by the module's id and the attribute's name."""
     lines: dict[tuple[int, str], str] = {}
-    before = nn.Module.__setattr__
 
-    def noted(module: nn.Module, name: str, value: Any) -> None:
-        lines[id(module), name] = f" at {_users_line()}"
-        before(module, name, value)
+    def noting(before: Callable[..., None]) -> Callable[..., None]:
+        def noted(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> None:
+            lines[id(module), name] = f" at {_users_line()}"
+            before(module, name, *args, **kwargs)
 
-    nn.Module.__setattr__ = noted  # type: ignore[method-assign, assignment]
-    try:
+        return noted
+
+    with contextlib.ExitStack() as patches:
+        for name in ("__setattr__", "register_buffer"):
+            patches.enter_context(replaced(nn.Module, name, noting(getattr(nn.Module, name))))
         yield lines
-    finally:
-        nn.Module.__setattr__ = before  # type: ignore[method-assign]
+
+
+def _line_of(module: nn.Module, path: str, lines: Mapping[tuple[int, str], str]) -> str:
+    """Of the assignment to this place."""
+    owner, _, key = path.rpartition(".")
+    return lines.get((id(module.get_submodule(owner)), key), "")
 
 
 @contextlib.contextmanager
@@ -425,13 +437,14 @@ class Watch:
                     self._samples,
                     2,
                     lambda: notes.append(self._remember()),
+                    lines,
                 )
         finally:
             before.put_back()
         for path, (was, now) in rebound.items():
-            self._refuse_assigned(path, was, now)
+            self._refuse_assigned(path, was, now, _line_of(self._module, path, lines))
         for place in notes[0].changed(notes[1]):
-            at = lines.get(notes[1].owners.get(place, (0, "")), notes[1].lines.get(place, ""))
+            at = lines.get(notes[1].owners.get(place, (0, "")), notes[1].line_at(place))
             who = notes[1].who_changes(place)
             raise CaptureError(
                 f"{who} changes {place}{at} in every call, and peers run a graph that would keep one value; let forward add to "
@@ -488,12 +501,12 @@ class Watch:
             words = f"{words.rpartition(';')[0]}; {avoided(library)}"
         raise CaptureError(words.format(at=at))
 
-    def _refuse_assigned(self, path: str, was: torch.Tensor, now: torch.Tensor) -> None:
+    def _refuse_assigned(self, path: str, was: torch.Tensor, now: torch.Tensor, at: str) -> None:
         name = path.removeprefix("model.")
         if now.requires_grad:
-            raise CaptureError(f"forward assigns buffer {name!r} a value with a gradient; assign it with .detach()")
+            raise CaptureError(f"forward assigns buffer {name!r} a value with a gradient{at}; assign it with .detach()")
         if now.dtype != was.dtype or now.shape != was.shape or now.stride() != was.stride():
             raise CaptureError(
-                f"forward assigns buffer {name!r} a tensor of another type, shape or order; assign one like it, or "
+                f"forward assigns buffer {name!r} a tensor of another type, shape or order{at}; assign one like it, or "
                 + AFTER_ONE_BATCH
             )

@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 
 from meshcee.capture.export.flatten import Exported
+from meshcee.capture.export.refusals import COMPUTED
 from meshcee.capture.graph import Analysis, Input, Node, Program, Ref, analyse, find_operator, unexpanded
 from meshcee.errors import CaptureError
 
@@ -41,10 +42,13 @@ def settled(exported: Exported, changed: Set[str] = frozenset()) -> tuple[list[I
             what = (
                 f"parameter {entry.name!r}" if entry.kind == "parameter" else "a tensor that is no buffer of the model"
             )
-            raise CaptureError(
-                f"the model changes {what} in place{nodes[position].at}; work on a copy of it, or register_buffer what is "
-                "to be kept in a module of the model; a loss that keeps buffers must be a part of the model, too"
+            advice = (
+                COMPUTED
+                if entry.kind == "parameter"
+                else "work on a copy of it, or register_buffer what is to be kept in a module of the model; a loss that keeps "
+                "buffers must be a part of the model, too"
             )
+            raise CaptureError(f"the model changes {what} in place{nodes[position].at}; {advice}")
         inputs[number] = dataclasses.replace(entry, mutated=True)
     groups = {analysis.group[n] for n, entry in enumerate(inputs) if entry.name in changed}
     if shared := [number for number in dict.fromkeys(outputs) if analysis.group[number] in groups]:

@@ -39,20 +39,30 @@ def _shape(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    if rows.dim() != 2 or experts.dim() != 3 or offs is None or offs.dim() != 1 or bias is not None:
+    """Of the rows of each expert times its matrix. And in the backward pass of these rows times others, a matrix for each."""
+    back = experts.dim() == 2
+    if rows.dim() != 2 or experts.dim() not in (2, 3) or offs is None or offs.dim() != 1 or bias is not None:
         raise ValueError("rows are a matrix, experts a stack of matrices, offsets one number for each")
-    if rows.shape[1] != experts.shape[1] or offs.shape[0] != experts.shape[0] or offs.dtype != torch.int32:
+    if (
+        rows.shape[1] != experts.shape[-2]
+        or not (back or offs.shape[0] == experts.shape[0])
+        or offs.dtype != torch.int32
+    ):
         raise ValueError("rows, experts and offsets do not fit together")
     dtype = out_dtype or rows.dtype
     if not dtype.is_floating_point or rows.dtype != experts.dtype:
         raise ValueError("rows and experts are of one floating type")
     each = 16 // dtype.itemsize
-    wide = (experts.shape[2] + each - 1) // each * each  # a row begins at a multiple of 16 bytes
-    return torch.empty_strided((rows.shape[0], experts.shape[2]), (wide, 1), dtype=dtype, device=rows.device)
+    wide = (experts.shape[-1] + each - 1) // each * each  # a row begins at a multiple of 16 bytes
+    sizes = [*([offs.shape[0]] if back else []), rows.shape[0], experts.shape[-1]]
+    strides = [*([rows.shape[0] * wide] if back else []), wide, 1]
+    return torch.empty_strided(sizes, strides, dtype=dtype, device=rows.device)
 
 
 def _grouped_mm(rows: torch.Tensor, experts: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
     """As `aten._grouped_mm`, if the offsets ascend and the last is the number of rows; else ValueError."""
+    if experts.dim() != 3:
+        raise ValueError("rows are a matrix, experts a stack of matrices, offsets one number for each")
     offs = rest[0] if rest else options.get("offs")
     if isinstance(offs, torch.Tensor) and _has_values(offs):
         edges = [0, *offs.tolist()]

@@ -116,11 +116,11 @@ class Value:
         fixed = all(size == d for size, d in zip(sizes, self.shape) if isinstance(d, int))
         free = zip(sizes, self.shape)
         fits = all(s <= d.limit * (batch if d.batch else 1) for s, d in free if isinstance(d, Free))
-        return fixed and fits and not self.short_of(tensor)
+        return fixed and fits and not self.short_of(sizes)
 
-    def short_of(self, tensor: torch.Tensor) -> int:
-        """The length under which the model takes another way, if this tensor of a raw input is shorter; else 0."""
-        each = zip(tensor.shape, self.shape)
+    def short_of(self, sizes: Sequence[int]) -> int:
+        """The length under which the model takes another way, if a tensor of these sizes is shorter; else 0."""
+        each = zip(sizes, self.shape)
         return max((d.least for size, d in each if isinstance(d, Free) and size < d.least), default=0)
 
     def to_wire(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,7 @@ def _follow(program: Program, inputs: Sequence[Any], measure: Measure) -> list[A
         except GraphError as error:
             raise NodeRefused(position, node.operator.name, str(error)) from error
         except Exception as error:  # whatever a kernel says of nonsense
-            why = f"it cannot run ({type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]})"
+            why = f"it fails ({type(error).__name__}: {str(error).strip().split(chr(10))[0][:200]})"
             raise NodeRefused(position, node.operator.name, why) from error
         values[len(program.inputs) + position] = out
     return [values[number] for number in program.outputs]

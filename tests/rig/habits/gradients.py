@@ -295,7 +295,7 @@ class DataWrite(nn.Module):
         return self.h(self.l(self.b(x)))
 
 
-@habit("vec", "cls", refused="work on a copy of it")
+@habit("vec", "cls", refused="compute with what it shall be, as self.scale.clamp(max=4.6) or F.linear")
 class WeightNormInit(nn.Module):
     """normalises its weight in place under no_grad, as weight-tied ArcFace heads do"""
 
@@ -438,7 +438,7 @@ class CheckpointedBatchNorm(nn.Module):
         return self.h(x.mean((2, 3)))
 
 
-@habit("vec", "cls", refused="a .data is assigned at")
+@habit("vec", "cls", refused="which a graph does not hold; under torch.no_grad() write k.mul_(m).add_(p, alpha=1 - m)")
 class MomentumEncoder(nn.Module):
     """BYOL/MoCo: momentum encoder updated in forward"""
 

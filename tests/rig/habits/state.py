@@ -187,7 +187,7 @@ class LazyCache(Blocks):
         return self.h(self.b(x + self.pos))
 
 
-@habit("vec", "cls", refused="forward makes a buffer 'mask'; run one batch")
+@habit("vec", "cls", refused="forward makes a buffer 'mask' at")
 class LazyBuffer(Blocks):
     """a buffer that the first call registers"""
 
@@ -201,7 +201,7 @@ class LazyBuffer(Blocks):
         return self.h(self.b(x) * self.mask)
 
 
-@habit("vec", "cls", refused="forward makes a buffer 'pos'; run one batch")
+@habit("vec", "cls", refused="forward makes a buffer 'pos' at")
 class LazyNewBuffer(Blocks):
     def forward(self, x):
         if not hasattr(self, "pos"):
