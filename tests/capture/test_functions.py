@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import meshcee
+from meshcee.capture.export.functions import traced_functions
 from meshcee.errors import CaptureError
 from tests.rig.habits import job_of
 from tests.rig.habits.gradients import through
@@ -144,3 +146,22 @@ def test_apply_is_torchs_own_again_after_an_error() -> None:
     assert weight.grad is not None
     assert weight.grad.tolist() == [1.0, 0.0]
     assert type(through(weight).grad_fn).__name__ == "StraightThroughBackward"
+
+
+def test_apply_is_torchs_own_in_other_threads_and_in_all_of_them_at_the_end() -> None:
+    def gradient() -> list[float]:
+        weight = torch.tensor([0.5, 2.0], requires_grad=True)
+        through(weight).sum().backward()
+        assert weight.grad is not None
+        return weight.grad.tolist()
+
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        first, second = traced_functions(), traced_functions()
+        one.submit(first.__enter__).result(60)
+        two.submit(second.__enter__).result(60)
+        assert gradient() == [1.0, 0.0]
+        one.submit(first.__exit__, None, None, None).result(60)
+        assert gradient() == one.submit(gradient).result(60) == [1.0, 0.0]
+        assert through(torch.ones(1)).item() == 1.0
+        two.submit(second.__exit__, None, None, None).result(60)
+        assert two.submit(gradient).result(60) == gradient() == [1.0, 0.0]

@@ -14,7 +14,7 @@ import contextlib
 import inspect
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,25 +60,21 @@ class _Context(FunctionCtx):
 @contextlib.contextmanager
 def traced_functions() -> Iterator[None]:
     """In this thread, every autograd.Function is traced with its backward pass."""
-    apply = Function.apply.__func__  # type: ignore[attr-defined]
-    code, thread = apply.__code__, threading.get_ident()
-    eager = types.FunctionType(code, apply.__globals__, "apply", apply.__defaults__, apply.__closure__)
-
-    def called(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != thread or cls.__module__.startswith(_NOT_THE_USERS):
-            return eager(cls, *args, **kwargs)
-        return _traced(cls, args, kwargs)
-
-    _CALLED.append(called)
-    apply.__code__ = _instead().__code__
+    with _LOCK:
+        _TRACING.append(threading.get_ident())
+        _APPLY.__code__ = _OURS
     try:
         yield
     finally:
-        apply.__code__ = code
-        _CALLED.pop()
+        with _LOCK:
+            _TRACING.remove(threading.get_ident())
+            if not _TRACING:
+                _APPLY.__code__ = _EAGER.__code__
 
 
-_CALLED: list[Callable[..., Any]] = []
+def _called(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_ours = threading.get_ident() in _TRACING and not cls.__module__.startswith(_NOT_THE_USERS)
+    return _traced(cls, args, kwargs) if is_ours else _EAGER(cls, *args, **kwargs)
 
 
 def _instead() -> Any:
@@ -86,18 +82,24 @@ def _instead() -> Any:
     __class__ = None
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        from meshcee.capture.export.functions import _CALLED
+        from meshcee.capture.export.functions import _called
 
         assert __class__
-        return _CALLED[-1](cls, args, kwargs)
+        return _called(cls, args, kwargs)
 
     return apply
+
+
+_LOCK, _TRACING = threading.Lock(), list[int]()  # the threads that trace: each capture has its own
+_APPLY: Any = Function.apply.__func__  # type: ignore[attr-defined]
+_EAGER = types.FunctionType(_APPLY.__code__, _APPLY.__globals__, "apply", _APPLY.__defaults__, _APPLY.__closure__)
+_OURS = _instead().__code__
 
 
 def _traced(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The outputs of a call, as the graph has them."""
     is_apart = cls.setup_context is not Function.setup_context
-    if is_apart or kwargs:
+    if is_apart:
         bound = inspect.signature(cls.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         args = bound.args
