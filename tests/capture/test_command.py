@@ -116,4 +116,4 @@ def test_a_failure_names_the_users_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_page_that_cannot_be_written_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(str(job_file(tmp_path)), "--html", str(tmp_path / "missing" / "page.html")) == 2
-    assert "cannot write" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err

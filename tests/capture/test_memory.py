@@ -77,6 +77,21 @@ def slices(features: int, first: int) -> str:
     return "".join(found)
 
 
+ALIKE = "this processor's products round alike wherever their factors lie, so no mutation shows here"
+
+
+def rounds_by_place(features: int, first: int) -> bool:
+    """Whether a product here has other last bits for the same numbers that lie otherwise."""
+    for seed in range(50):
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(4, features, generator=generator)[:, first : first + WIDTH]
+        weight = torch.randn(WIDTH, WIDTH, generator=generator)
+        own = rows.contiguous()
+        if not (torch.equal(rows @ weight, own @ weight) and torch.equal(weight @ rows.t(), weight @ own.t())):
+            return True
+    return False
+
+
 NARROW: Changed = (strides.canonical, "(strides[dim] - expected - 1) % _LINE + 1", "min(expected, _LINE)")
 UNTOLD: Changed = (tensors, "[offset] * (offset > 0)", "[]")
 
@@ -87,6 +102,8 @@ UNTOLD: Changed = (tensors, "[offset] * (offset > 0)", "[]")
 )
 def test_features_of_wider_rows_are_rounded_as_in_the_plain_loop(features: int, first: int, mend: Changed) -> None:
     assert slices(features, first) == ""
+    if not rounds_by_place(features, first):
+        pytest.skip(ALIKE)
     with changed(*mend):
         assert slices(features, first) != ""
 
@@ -127,7 +144,7 @@ def by_hand(job: Job) -> dict[str, torch.Tensor]:
 def test_weights_that_begin_anywhere_are_rounded_as_in_the_plain_loop() -> None:
     want = by_hand(job_with(mapped()))
     aligned = copy.deepcopy(mapped())
-    assert not same(want, by_hand(job_with(aligned)))  # it matters here
+    matters = not same(want, by_hand(job_with(aligned)))
 
     def trained() -> dict[str, torch.Tensor]:
         job = job_with(mapped())
@@ -137,9 +154,11 @@ def test_weights_that_begin_anywhere_are_rounded_as_in_the_plain_loop() -> None:
         return dict(chain.state())
 
     assert same(want, trained())
+    assert same(want, meshcee.plain(job_with(mapped())).state_dict)
+    if not matters:
+        pytest.skip(ALIKE)
     with changed(flatten, "offset_of(exported.state_dict.get(name, held))", "0"):
         assert not same(want, trained())
-    assert same(want, meshcee.plain(job_with(mapped())).state_dict)
     with changed(eager, "not own.data_ptr() % GRAIN_BYTES", "True"):
         assert not same(want, meshcee.plain(job_with(mapped())).state_dict)
 
