@@ -184,7 +184,7 @@ class _WithLoss(nn.Module):
         self.model = model
         self._job = job
         self._example = example
-        self._evaluate = evaluate
+        self.evaluates = evaluate
         self._real = {} if job.weights else dict(model.named_buffers())
         self.rebound: tuple[str, ...] = ()  # buffers that forward assigns
         self.seen = types.SimpleNamespace(form=None)  # an object: torch.export puts attributes back as they were
@@ -197,14 +197,14 @@ class _WithLoss(nn.Module):
                 n: t.to(torch.bfloat16) if n.split(".")[0] == "x" and t.is_floating_point() else t
                 for n, t in tensors.items()
             }
-        told = faithful(self.model, evaluate=self._evaluate)
+        told = faithful(self.model, evaluate=self.evaluates)
         masks = causal_masks(self.model, self._real)
         with keeping(self, self.rebound), sizes_that_vary(), told, masks, _as_in_eager():
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
             loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise CaptureError(f"loss(output, target) {no_loss(loss, output, x)}")
-        if not self._evaluate:
+        if not self.evaluates:
             return (loss,)
         found: list[torch.Tensor] = []
         self.seen.form = taken_apart(output, found)
@@ -485,7 +485,7 @@ def _export(
     def name_of(target: str) -> str:
         return names[target.removeprefix("model.")]
 
-    return export_module(wrap, data_rules.inputs_of(example), name_of, varying, most)
+    return export_module(wrap, data_rules.inputs_of(example), name_of, varying, most, evaluates=wrap.evaluates)
 
 
 def _refuse_branches(branches: Sequence[Branch], probed: Iterable[Mapping[str, torch.Tensor]]) -> None:

@@ -36,6 +36,7 @@ _OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffer
 _NOT_STATE = frozenset({"torch", "logging", "builtins", "functools", "meshcee", "_pytest"})
 _OF_C = frozenset({*sys.stdlib_module_names, "numpy"})
 _SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_OF_FUNCTIONS = ("forward", "setup_context", "backward", "vjp")  # what `apply` and autograd call
 _Look = Callable[[], Any]
 
 
@@ -269,7 +270,8 @@ class Remembered:
             if id(one) in self._seen_classes or issubclass(one, enum.Enum) or not is_users(one):
                 continue
             self._seen_classes.add(id(one))
-            for method in self._reached(one, self._names):
+            called = _OF_FUNCTIONS if issubclass(one, torch.autograd.Function) else ()
+            for method in self._reached(one, [*self._names, *called]):
                 self._visit(f"what {one.__name__} uses", functools.partial(_same, method), depth + 1, "")
             for key, item in list(vars(one).items()):
                 if not key.startswith("__") and not callable(item) and not hasattr(type(item), "__get__"):

@@ -65,7 +65,7 @@ class Unmade(Doubled):
 class Written(Doubled):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad.contiguous().mul_(2)
+        return grad.mul_(2)
 
 
 class Drawn(Doubled):
@@ -94,6 +94,77 @@ class Differentiated(Doubled):
             return torch.autograd.grad(x.sin().sum(), x)
 
 
+COUNTED = {"calls": 0}
+calls = 0
+
+
+class Average(Doubled):
+    """Gradients are divided by their running mean."""
+
+    mean: Any = None
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        now = grad.abs().mean()
+        Average.mean = now if Average.mean is None else 0.9 * Average.mean + 0.1 * now
+        return grad / Average.mean
+
+
+class Held(Doubled):
+    mean = torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        Held.mean = 0.9 * Held.mean + 0.1 * grad.abs().mean()
+        return grad * (1 + Held.mean)
+
+
+class Counted(Doubled):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        COUNTED["calls"] += 1
+        return grad if COUNTED["calls"] < 200 else 2 * grad
+
+
+class Global(Doubled):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        global calls
+        calls += 1
+        return grad if calls < 200 else 2 * grad
+
+
+class Default(Doubled):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, seen: list[int] = []) -> Any:  # noqa: B006
+        seen.append(1)
+        return grad if len(seen) < 200 else 2 * grad
+
+
+class Scheduled(Doubled):
+    """Its second input is an object that counts."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, schedule: Any = None) -> Any:
+        ctx.schedule = schedule
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.schedule.step += 1
+        return grad / ctx.schedule.step, None
+
+
+class Schedule:
+    step = 1
+
+
+class Nothing(Doubled):
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None
+
+
 HERE = r"test_functions\.py:\d+"
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "a function that changes its input": (
@@ -105,6 +176,13 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         rf"Unmade at .*{HERE}.*leave set_materialize_grads out",
     ),
     "a backward that writes": (lambda h: Written.apply(h), rf"in place .*mul_.* at .*{HERE} .*clone\(\) of it"),
+    "a mean that backward keeps": (Average.apply, rf"Average at .*{HERE}.*changes attribute 'mean' of class Average"),
+    "a mean that was there": (Held.apply, rf"Held at .*{HERE}.*changes attribute 'mean' of class Held"),
+    "a counter in a dict": (Counted.apply, r"changes \['calls'\] of the global 'COUNTED'"),
+    "a counter": (Global.apply, r"changes the global 'calls'"),
+    "a list that is a default": (Default.apply, r"changes default 0 of backward"),
+    "an object that is given": (lambda h: Scheduled.apply(h, Schedule()), r"changes attribute 'step' of"),
+    "a backward without gradients": (Nothing.apply, rf"Nothing at .*{HERE}.*write x\.detach\(\) in its place"),
     "a backward that draws": (lambda h: Drawn.apply(h), rf"draws random numbers at .*{HERE} .*draw them in forward"),
     "a backward of another shape": (
         lambda h: Summed.apply(h),
@@ -129,6 +207,71 @@ def test_another_function_is_refused(what: str) -> None:
     then, message = REFUSED[what]
     with pytest.raises(CaptureError, match=message):
         meshcee.capture(small(Applied(then)))
+
+
+def test_what_backward_has_changed_while_it_was_traced_is_put_back() -> None:
+    for function in (Average, Held, Counted, Global, Default):
+        with pytest.raises(CaptureError):
+            meshcee.capture(small(Applied(function.apply)))
+    assert Average.mean is None
+    assert torch.equal(Held.mean, torch.zeros(()))
+    assert (COUNTED, calls, Default.backward.__defaults__) == ({"calls": 0}, 0, ([],))
+
+
+class Converted(torch.autograd.Function):
+    """As published norms do: in full precision, whatever comes. Torch gives a tensor itself where it is so already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        full = x.float()
+        ctx.save_for_backward(full, weight)
+        return full * weight.float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        grad = grad.contiguous()
+        rows = grad.view(-1, grad.shape[-1]) * x.float().reshape(-1, grad.shape[-1])
+        return grad * weight.float(), rows.sum(0)
+
+
+class Dropped(torch.autograd.Function):
+    """Evaluation leaves nothing for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
+        if not training:
+            return x
+        ctx.mask = torch.empty_like(x).bernoulli_(1 - p) / (1 - p)
+        return x * ctx.mask
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.mask, None, None
+
+
+class Norms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.weight, self.mix, self.last = (
+            nn.Linear(4, 4),
+            nn.Parameter(torch.ones(4)),
+            nn.Linear(3, 3),
+            nn.Linear(4, 1),
+        )
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.first(x).unsqueeze(1) * torch.arange(1.0, 4.0).view(3, 1)
+        h = h + Converted.apply(h, self.weight)
+        h = self.mix(h.transpose(1, 2)).transpose(1, 2)  # gradients arrive transposed
+        return self.last(Dropped.apply(h, 0.1, self.training).mean(1))
+
+
+def test_conversions_that_do_nothing_strides_and_evaluations() -> None:
+    job = small(Norms())
+    job = dataclasses.replace(job, steps=2, micro_batch_size=2, eval_data=job.data, eval_every=1)
+    found = meshcee.check(job, stages=(1, 2, 3), steps=2)
+    assert found.equal, found.differs
 
 
 def small(model: nn.Module) -> meshcee.Job:

@@ -89,16 +89,18 @@ def export_module(
     name_of: Callable[[str], str],
     varying: Set[tuple[str, int]] = frozenset(),
     most: int = EXAMPLES,
+    *,
+    evaluates: bool = False,
 ) -> Exported:
     """Export `module(*arguments)`; `name_of` maps a parameter's or buffer's path to its one original name.
 
     `varying` are the dimensions of arguments whose size changes between micro-batches, besides the first. A micro-batch has
-    at most `most` samples: code that takes another way for more is no obstacle.
+    at most `most` samples: code that takes another way for more is no obstacle. `evaluates`: no gradient is wanted.
     """
     batch = torch.export.Dim("batch", min=1, max=max(most, EXAMPLES))
     shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
-        with quiet(), one_order(most), traced_functions(), Watched() as watched:
+        with quiet(), one_order(most), traced_functions(backward=not evaluates), Watched() as watched:
             given = tuple(tensor.detach() for tensor in arguments.values())  # labels in x and in y would be one input
             exported = torch.export.export(module, given, dynamic_shapes=(shapes,), strict=False)
     except MeshceeError:
@@ -336,9 +338,6 @@ class _Flattener:
                 inner[number] = made
         self.numbers = {n: _moved(held, stays) for n, held in self.numbers.items()}
         self.size_numbers = {symbol: stays.get(number, number) for symbol, number in self.size_numbers.items()}
-        if not inputs:  # none of them gets a gradient
-            self.numbers[node] = outputs
-            return
         saved, backward = backward_program(inner, [values[r.index] for r in outputs], [r.index for r in grads], values)
         arguments = outputs, inputs, [Ref(stays.get(number, number)) for number in saved], fixed
         ended = self.nodes[outputs[0].index - len(self.inputs)] if outputs[0].index >= len(self.inputs) else None

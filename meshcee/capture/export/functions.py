@@ -19,11 +19,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import Function, FunctionCtx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from meshcee.capture.export.refusals import instead
 from meshcee.capture.graph import Input, Node, Program, Ref, Value, is_random
 from meshcee.errors import CaptureError
+from meshcee.reach import Remembered
 from meshcee.user_code import Place, place_in
 
 __all__ = ["BEGINS", "ENDS", "backward_program", "renumbered", "traced_functions"]
@@ -56,18 +60,20 @@ class _Context(FunctionCtx):
     def saved_tensors(self) -> tuple[Any, ...]:
         return self.to_save
 
+    saved_variables = saved_tensors  # as it was called before torch 1.5
+
 
 @contextlib.contextmanager
-def traced_functions() -> Iterator[None]:
-    """In this thread, every autograd.Function is traced with its backward pass."""
+def traced_functions(*, backward: bool = True) -> Iterator[None]:
+    """In this thread, every autograd.Function is traced, with its backward pass or, for an evaluation, without."""
     with _LOCK:
-        _TRACING.append(threading.get_ident())
+        _TRACING[threading.get_ident()] = backward
         _APPLY.__code__ = _OURS
     try:
         yield
     finally:
         with _LOCK:
-            _TRACING.remove(threading.get_ident())
+            del _TRACING[threading.get_ident()]
             if not _TRACING:
                 _APPLY.__code__ = _EAGER.__code__
 
@@ -90,43 +96,88 @@ def _instead() -> Any:
     return apply
 
 
-_LOCK, _TRACING = threading.Lock(), list[int]()  # the threads that trace: each capture has its own
+_LOCK, _TRACING = threading.Lock(), dict[int, bool]()  # the threads that trace, and whether they want backward passes
 _APPLY: Any = Function.apply.__func__  # type: ignore[attr-defined]
 _EAGER = types.FunctionType(_APPLY.__code__, _APPLY.__globals__, "apply", _APPLY.__defaults__, _APPLY.__closure__)
 _OURS = _instead().__code__
 
 
 def _traced(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The outputs of a call, as the graph has them."""
+    """The outputs of a call, as the graph has them. Forward and backward get views: a tensor that torch converts to what it is
+    already would stand for the result from then on, elsewhere in the model too.
+    """
     is_apart = cls.setup_context is not Function.setup_context
     if is_apart:
         bound = inspect.signature(cls.forward).bind(*args, **kwargs)
         bound.apply_defaults()
         args = bound.args
     needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    ctx = _Context(needs)
+    records = torch.is_grad_enabled() and any(needs) and _TRACING[threading.get_ident()]
+    ctx, given = _Context(needs), tuple(map(_view, args)) if records else args
     with torch.no_grad():
-        made = cls.forward(*args) if is_apart else cls.forward(ctx, *args)
+        made = cls.forward(*given) if is_apart else cls.forward(ctx, *given)
         if is_apart:
-            cls.setup_context(ctx, args, made)
-    if not (torch.is_grad_enabled() and any(needs)):
+            cls.setup_context(ctx, given, made)
+    if not records:
         return made
     several = made if isinstance(made, tuple) else (made,)
-    outputs = [t for t in several if isinstance(t, torch.Tensor)]
-    fixed = [i for i, t in enumerate(outputs) if _gets_no_gradient(t, ctx)]
-    _refuse(cls, ctx, len(outputs) - len(fixed))
+    tensors = [t for t in several if isinstance(t, torch.Tensor)]
+    fixed = [i for i, t in enumerate(tensors) if _gets_no_gradient(t, ctx)]
+    _refuse(cls, ctx, len(tensors) - len(fixed))
     with torch.no_grad():
+        outputs = list(map(_view, tensors))
         arriving = iter(BEGINS(outputs))
-        grads = (cls.vjp if cls.backward is Function.backward else cls.backward)(
-            ctx, *(next(arriving) if isinstance(t, torch.Tensor) else None for t in several)
-        )
-    grads = grads if isinstance(grads, tuple) else (grads,)
+        grads = _backward(cls, ctx, args, [next(arriving) if isinstance(t, torch.Tensor) else None for t in several])
     ways = [(a, g) for a, g, needed in zip(args, grads, needs) if needed and g is not None]
+    if not ways:
+        raise CaptureError(f"backward of {_named(cls)} returns no gradient: write x.detach() in its place")
     left = iter(ENDS(outputs, [a for a, _ in ways], [g for _, g in ways], fixed))
     found = [next(left) if isinstance(t, torch.Tensor) else t for t in several]
     for place, tensor in enumerate(t for t in found if isinstance(t, torch.Tensor)):
-        tensor.requires_grad_(bool(ways) and place not in fixed)
+        tensor.requires_grad_(place not in fixed)
     return tuple(found) if isinstance(made, tuple) else found[0]
+
+
+def _view(it: Any) -> Any:
+    return it.view_as(it) if isinstance(it, torch.Tensor) else it
+
+
+def _backward(cls: Any, ctx: _Context, args: tuple[Any, ...], arriving: Sequence[Any]) -> tuple[Any, ...]:
+    """The gradients of the inputs. CaptureError where backward changes something of Python's, which is put back."""
+    call = cls.vjp if cls.backward is Function.backward else cls.backward
+    within: Any = (cls, call, *(a for a in args if not isinstance(a, torch.Tensor)))
+    with _disable_current_modes():  # what is there is no part of the graph
+        before = _Within(nn.Module(), within)
+    try:
+        with _Contiguous():
+            grads = call(ctx, *arriving)
+    finally:
+        with _disable_current_modes():
+            places = before.changed(_Within(nn.Module(), within, keeps=False))
+            before.put_back()
+    if places:
+        raise CaptureError(
+            f"backward of {_named(cls)} changes {places[0]}: peers keep nothing of Python's from pass to pass, so the mesh would "
+            "train something else; compute it in forward, and keep it in a buffer"
+        )
+    return grads if isinstance(grads, tuple) else (grads,)
+
+
+class _Within(Remembered):
+    """What a backward pass can reach by name."""
+
+    def _of_tensor(self, tensor: torch.Tensor) -> Any:
+        return id(tensor), tensor._version
+
+
+class _Contiguous(TorchFunctionMode):
+    """Gradients may arrive in any strides, and the stand-ins have one kind: `contiguous` is in the graph even where it does
+    nothing here."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.contiguous and len(args) == 1 and not kwargs:
+            return args[0].clone(memory_format=torch.contiguous_format)
+        return func(*args, **(kwargs or {}))
 
 
 def _gets_no_gradient(tensor: torch.Tensor, ctx: _Context) -> bool:
@@ -142,7 +193,11 @@ def _refuse(cls: Any, ctx: _Context, count: int) -> None:
     elif cls.backward is Function.backward and cls.vjp is Function.vjp:
         why = "has no backward"
     if why:
-        raise CaptureError(f"the autograd.Function {cls.__qualname__}{_place(cls)} {why}")
+        raise CaptureError(f"{_named(cls)} {why}")
+
+
+def _named(cls: Any) -> str:
+    return f"the autograd.Function {cls.__qualname__}{_place(cls)}"
 
 
 def _place(function: type) -> Place:
