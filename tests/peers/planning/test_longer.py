@@ -42,7 +42,8 @@ MODULE = "meshcee.adapt.longer"
 
 def searches() -> list[psutil.Process]:
     """Processes of ours that search."""
-    return [p for p in psutil.Process().children() if any(MODULE in word for word in p.cmdline())]
+    begins = f"from {MODULE} import main"
+    return [p for p in psutil.Process().children() if any(begins in word for word in p.cmdline())]
 
 
 @contextmanager
