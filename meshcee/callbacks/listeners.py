@@ -34,7 +34,7 @@ class Listeners:
         self._callbacks, self._control = tuple(callbacks), control
         self._has_plan = self._is_over = False
         self._saved = -1  # the checkpoint that was told of last
-        self.around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # the user's own callbacks
+        self.around: contextlib.AbstractContextManager[Any] = _NONE  # the user's own callbacks
         self.waits = max((one.waits for one in self._callbacks), key=ORDER.index, default="never")
 
     def event(self, name: str, *what: Any) -> Callable[[], None] | None:

@@ -2,8 +2,7 @@
 
 The idea: a module may keep a length in Python, as the longest that it has met. A graph computes it anew in each pass. Passes over
 one micro-batch again and again do not show that, so a short one and a long one take turns. Buffers are put back between two passes,
-and what is Python's is not. What the model and the loss give out must then be
-the same numbers.
+and what is Python's is not. What the model and the loss give out must then be the same numbers.
 """
 
 from __future__ import annotations

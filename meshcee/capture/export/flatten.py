@@ -327,7 +327,7 @@ class _Flattener:
         del self.nodes[self.backward_at :]
         stays: dict[
             int, int
-        ] = {}  # sizes of what was there before, under other numbers: other nodes may read them, too
+        ] = {}  # sizes of what was there before: old number -> new, as other nodes may read them too
         inner: dict[int, Node] = {}
         for number, made in enumerate(behind, first):
             is_size = made.value.dtype is None and not made.value.multiple

@@ -37,7 +37,7 @@ class Unchanged:
         self._model = job.model if isinstance(job.model, nn.Module) else nn.Module()
         self._loss, self._written = job.loss, frozenset(written)
         self._before, self._parts = self._seen(), _parts(self._model)
-        self._is_told_of_mode = False
+        self._trains = self._model.training  # until it is told that it does not any more
         self._versions: dict[str, Any] | None = {}  # as the first look finds them
 
     def __call__(self) -> None:
@@ -49,9 +49,9 @@ class Unchanged:
                 "graph that was made of it then: count steps in a registered buffer that forward adds to, thaw weights in a "
                 "second run, and change learning rates by run.set_lr"
             )
-        if not self._is_told_of_mode and self._parts["training"] and not self._model.training:
+        if self._trains and not self._model.training:
             log.warning(Event.LEFT_IN_EVAL)
-            self._is_told_of_mode = True
+            self._trains = False
         if self._versions is not None and (written := self._written_weights()):
             log.warning(Event.WEIGHTS_WRITTEN, parameters=written[:3])
             self._versions = None
@@ -59,7 +59,7 @@ class Unchanged:
     def changed(self) -> list[str]:
         """The places of what is other than at first."""
         now, parts = self._seen(), _parts(self._model)
-        moved = [place for place, part in self._parts.items() if place != "training" and parts.get(place) != part]
+        moved = [place for place, part in self._parts.items() if parts.get(place) != part]
         places = [place for place in self._before.changed(now) if self._before.is_used(place) or now.is_used(place)]
         if not all(seen.values.get(_MODE) for seen in (self._before, now)):
             places = [place for place in places if not place.startswith(_MODE.partition(" of ")[0])]
@@ -110,14 +110,14 @@ class _Same:
 
 def _parts(model: nn.Module) -> dict[str, Any]:
     """What a model consists of beside numbers: its modules with their classes, functions and hooks."""
-    found: dict[str, Any] = {"training": model.training}
+    found: dict[str, Any] = {}
     for path, module in model.named_modules():
         where = f"module {path!r}" if path else "the model"
         found[f"the class of {where}"] = _Same(type(module))
         found[f"the list of modules in {where}"] = [(name, _Same(part)) for name, part in module._modules.items()]
         held = vars(module)
         hooks = [held[name] for name in sorted(held) if name.endswith("_hooks") and isinstance(held[name], dict)]
-        hooks += [h for p in module._parameters.values() for h in (_of_tensor(p, n) for n in _HOOKS)]
+        hooks += [h for p in module._parameters.values() for h in _hooks_of(p)]
         found[f"the list of hooks of {where}"] = [_Same(hook) for of_kind in hooks for hook in of_kind.values()]
         for name in {"forward", *held}:
             function = held.get(name)
@@ -126,11 +126,8 @@ def _parts(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-
-
-def _of_tensor(tensor: torch.Tensor | None, name: str) -> dict[Any, Any]:
-    return getattr(tensor, name, None) or {}
+def _hooks_of(tensor: torch.Tensor | None) -> list[dict[Any, Any]]:
+    return [getattr(tensor, name, None) or {} for name in ("_backward_hooks", "_post_accumulate_grad_hooks")]
 
 
 def _numbers(tensor: torch.Tensor) -> tuple[Any, ...]:
