@@ -154,7 +154,7 @@ def _trained(job: Job, model: nn.Module, steps: int, micro_batch: int) -> Iterat
                 batches.append(_pair(model, samples))
         total, losses = 0.0, []
         for micro, ((x, y), weight) in enumerate(zip(batches, _weights(job, [y for _, y in batches]))):
-            with seeded(job.seed, step, micro):
+            with seeded(job.seed, step, micro), job.autocast():
                 loss = job.loss(_call(model, _halved(x) if full else x), y)
             if weight == 0 and not loss.isfinite():
                 of = f"the loss of step {step + 1}, micro-batch {micro + 1}"

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from numbers import Integral, Real
@@ -97,6 +97,7 @@ class At:
             raise UsageError(f"{found}: leave this out of a job whose data is At({self.where!r}, {self.name!r})")
 
 
+PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 # What other libraries call something, and what it is here.
 ELSEWHERE = {
     **dict.fromkeys(
@@ -108,7 +109,7 @@ ELSEWHERE = {
         ("max_grad_norm", "gradient_clip_val", "clip_value", "grad_clip"), "clip_norm=1.0, of the global norm"
     ),
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "batch_size=64, micro_batch_size=8"),
-    **dict.fromkeys(("bf16", "fp16", "amp", "mixed_precision"), 'precision="bf16"'),
+    **dict.fromkeys(("bf16", "fp16", "amp", "autocast", "mixed_precision"), 'precision="bf16-mixed"'),
     **dict.fromkeys(("callbacks", "local", "stages", "plan", "join"), "an option of meshcee.train(job, ...)"),
     **dict.fromkeys(("device", "devices", "gpus"), "the peers': `meshcee peer --device`"),
     **dict.fromkeys(("shuffle", "drop_last"), "sampler=, of indices in their order"),
@@ -163,7 +164,8 @@ class Job:
     clip_norm  global gradient norm, as torch.nn.utils.clip_grad_norm_
     weight     target -> number: the weight of a micro-batch in the step's loss (for ignored tokens); default its size.
                Not beside reduction="sum", where each counts as it is
-    precision  "fp32", or "bf16": bf16 weights and compute, fp32 master weights and moments
+    precision  "fp32"; or "bf16-mixed": fp32 weights, and model and loss under torch.autocast("cpu", torch.bfloat16), by whose
+               lists all devices compute; or "bf16": bf16 weights and compute, fp32 master weights and moments
     keep_fp32  modules that compute in fp32 though precision is "bf16", by shell patterns of their names or classes, as "*Norm*";
                "frozen" names those of which nothing is trained. They get bf16 inputs in fp32, and give fp32 outputs in bf16
     ema        also keep an average of the weights, with this decay: torch's AveragedModel with get_ema_multi_avg_fn(ema)
@@ -228,6 +230,10 @@ class Job:
     audit: float = 0.0
     eval_ema: bool = False
 
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around the model and the loss: torch.autocast if the precision is mixed."""
+        return torch.autocast("cpu", torch.bfloat16) if self.precision == "bf16-mixed" else nullcontext()
+
     @property
     def streams(self) -> bool:
         """Whether the data is iterable: read in order, without numbers."""
@@ -262,17 +268,19 @@ class Job:
             raise UsageError("reduction='sum' adds losses up as they are, and a weight is for means: leave one out")
         if self.precision == "fp16":
             raise UsageError(
-                "precision 'fp16' needs a loss scale that follows what overflows, so steps would be left out; use 'bf16', whose "
-                "range is that of fp32"
+                "precision 'fp16' needs a loss scale that follows what overflows, so steps would be left out; use 'bf16-mixed' or "
+                "'bf16', whose range is that of fp32"
             )
-        if self.precision not in ("fp32", "bf16"):
-            raise UsageError(f"precision must be 'fp32', or 'bf16' with fp32 masters; got {self.precision!r:.80}")
+        if self.precision not in PRECISIONS:
+            raise UsageError(
+                f"precision must be 'fp32', 'bf16-mixed' for autocast, or 'bf16' with fp32 masters; got {self.precision!r:.80}"
+            )
         kept = self.keep_fp32
         if not isinstance(kept, tuple | list) or not all(isinstance(pattern, str) for pattern in kept):
             raise UsageError('keep_fp32 is a tuple of patterns: keep_fp32=("*Norm*",)')
         if self.keep_fp32 and self.precision != "bf16":
             raise UsageError(
-                "keep_fp32 names what stays in fp32 in precision 'bf16', and precision is 'fp32': leave one out"
+                f"keep_fp32 names what stays in fp32 in precision 'bf16', and precision is {self.precision!r}: leave one out"
             )
         if self.codec not in CODEC_CHOICES:
             raise UsageError(f"codec must be one of {', '.join(CODEC_CHOICES)}, got {self.codec!r}")

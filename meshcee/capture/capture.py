@@ -199,7 +199,7 @@ class _WithLoss(nn.Module):
             }
         told = faithful(self.model, evaluate=self.evaluates)
         masks = causal_masks(self.model, self._real)
-        with keeping(self, self.rebound), sizes_that_vary(), told, masks, _as_in_eager():
+        with keeping(self, self.rebound), sizes_that_vary(), told, masks, _as_in_eager(), self._job.autocast():
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
             loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
@@ -314,7 +314,7 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
             "the model"
         )
     most = job.micro_batch_size or job.batch_size
-    if recorder is None and job.precision == "fp32":
+    if recorder is None and job.precision != "bf16":
         refuse_types(model, job, example)
     try:
         with as_trained(model, job) as before:
@@ -355,7 +355,7 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
                     evaluated.compare(lambda: eval_wrap(*inputs.values()), evaluation, inputs, names)
             refuse_shared((program, evaluation) if evaluation else (program,), data_rules.inputs_of(example))
     except CaptureError:
-        if recorder is None and job.precision == "fp32":
+        if recorder is None and job.precision != "bf16":
             refuse_failing(model, job, samples[0])
         raise
     refuse_told_beside(job, samples[-1], _PROBED, changed)

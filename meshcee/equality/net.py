@@ -137,7 +137,7 @@ class Net:
 
     def _fits(self, free_bytes: float) -> bool:
         """Whether there is room for the module beside what it is compared with."""
-        own = isinstance(self.job.model, nn.Module) and self.job.precision == "fp32"
+        own = isinstance(self.job.model, nn.Module) and self.job.precision != "bf16"
         return (COPIES + (not own)) * self.captured.state_bytes <= free_bytes
 
     @contextmanager
@@ -171,7 +171,7 @@ class Net:
             self.cloned = self.captured.layout.keys() - trained
         else:
             self.cloned = {entry.name for entry in self.captured.train.inputs if entry.mutated}
-            if isinstance(self.job.model, nn.Module) and self.job.precision == "fp32":
+            if isinstance(self.job.model, nn.Module) and self.job.precision != "bf16":
                 self.model = self.job.model
             else:
                 self.model = self._lent
@@ -403,7 +403,7 @@ class Net:
                 n: t.bfloat16() if n.split(".")[0] == "x" and t.is_floating_point() else t for n, t in tensors.items()
             }
         torch.manual_seed(seed_of(self.job.seed, 0, 0))
-        with contextlib.ExitStack() as around:
+        with self.job.autocast(), contextlib.ExitStack() as around:
             if self.weights is not None:
                 around.enter_context(without_saving())
                 around.enter_context(self.weights)

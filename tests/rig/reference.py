@@ -99,6 +99,10 @@ def built(job: Job, in_place: bool) -> nn.Module:
     return model
 
 
+def mixed(job: Job) -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=job.precision == "bf16-mixed")
+
+
 def halved_but(model: nn.Module, patterns: tuple[str, ...]) -> None:
     """In bf16, but for modules of these names or classes, whose forward is wrapped: written another way than meshcee's."""
     found = {n: module for n, module in model.named_modules() if n and any(is_kept(n, module, p) for p in patterns)}
@@ -138,8 +142,10 @@ def evaluate(job: Job, model: nn.Module, weights: Mapping[str, torch.Tensor]) ->
         for first in range(0, count, size):
             samples = read(job.eval_data, range(first, min(first + size, count)), job.seed)
             x, y = paired(model, samples)
-            output = call(model, mapped(x, halved) if job.precision == "bf16" else x)
-            found = {"loss": job.loss(output, y).item()} | {n: metric(output, y) for n, metric in job.metrics.items()}
+            with mixed(job):
+                output = call(model, mapped(x, halved) if job.precision == "bf16" else x)
+                loss = job.loss(output, y)
+            found = {"loss": loss.item()} | {n: metric(output, y) for n, metric in job.metrics.items()}
             found["loss"] /= len(samples) if job.reduction == "sum" else 1
             share = dict.fromkeys(found, float(len(samples)))
             share["loss"] = float(job.weight(y)) if job.weight else share["loss"]
@@ -241,7 +247,7 @@ def reference(
         batches = [paired(model, part) for part in parts]
         weights = [float(job.weight(y)) if job.weight else float(len(p)) for p, (_, y) in zip(parts, batches)]
         for micro, (x, y) in enumerate(mapped(pair, lambda t: t.to(device)) for pair in batches):
-            with seeded(job.seed, step, micro):
+            with seeded(job.seed, step, micro), mixed(job):
                 loss = job.loss(call(model, mapped(x, halved) if bf16 else x), y)
             share = weights[micro] / sum(weights) if job.reduction == "mean" else 1.0
             (loss * share).backward()

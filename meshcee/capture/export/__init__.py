@@ -3,10 +3,9 @@
 Runs on the owner only. `watch` holds eager code beside the graph; `refusals` has the words.
 """
 
-from meshcee.capture.export.causal import causal_masks
 from meshcee.capture.export.cuts import find_cuts, named_cuts, positions
 from meshcee.capture.export.flatten import EXAMPLES, Exported, export_module
-from meshcee.capture.export.masks import asked_for_masks, refuse_idle
+from meshcee.capture.export.masks import asked_for_masks, causal_masks, refuse_idle
 from meshcee.capture.export.refusals import explain, faithful, refuse_modules
 from meshcee.capture.export.settings import peers_default, refuse_settings
 from meshcee.capture.export.sizes import Branch, sizes_that_vary

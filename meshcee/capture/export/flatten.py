@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshcee.capture.export.autocast import KEPT, MODES, SET_GRAD, flat, with_conversions
 from meshcee.capture.export.functions import BEGINS, ENDS, backward_program, renumbered, traced_functions
 from meshcee.capture.export.products import one_order
 from meshcee.capture.export.refusals import COUNTED, LENGTH, RANKS, Watched, explain, instead, where
@@ -100,7 +101,7 @@ def export_module(
     batch = torch.export.Dim("batch", min=1, max=max(most, EXAMPLES))
     shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
-        with quiet(), one_order(most), traced_functions(backward=not evaluates), Watched() as watched:
+        with quiet(), flat(), one_order(most), traced_functions(backward=not evaluates), Watched() as watched:
             given = tuple(tensor.detach() for tensor in arguments.values())  # labels in x and in y would be one input
             exported = torch.export.export(module, given, dynamic_shapes=(shapes,), strict=False)
     except MeshceeError:
@@ -165,6 +166,7 @@ class _Flattener:
         self.size_numbers: dict[Any, int] = {}  # symbol of a raw input's size -> the one node that reads it
         self.raw_sizes: dict[Any, tuple[int, int]] = {}  # symbol -> the first raw input that has it, and where
         self.sizes = _Sizes(exported.range_constraints)
+        self.kept: dict[tuple[int, int] | None, Ref] = {}  # a weight that autocast has converted -> the result
         self.backward_at = 0  # where the backward pass of the function begins that is being walked
 
     def run(self, asked: Mapping[str, Place]) -> Exported:
@@ -187,7 +189,8 @@ class _Flattener:
             self.sizes.branches = branches_of(mode.shape_env, asked, places, pads)
         for placeholder in placeholders:
             self._input(placeholder, specs[placeholder.name], raw_of)
-        self._graph(self.exported.graph_module, graph, no_grad=False)
+        with_conversions(graph)
+        self._graph(graph)
         output = next(n for n in graph.nodes if n.op == "output")
         kinds = [s.kind.name for s in self.exported.graph_signature.output_specs]
         outputs = [
@@ -238,31 +241,20 @@ class _Flattener:
         self.numbers[placeholder] = Ref(len(self.inputs))
         self.inputs.append(made)
 
-    def _graph(self, owner: Any, graph: Any, no_grad: bool) -> None:
-        needed = _needed(graph)
+    def _graph(self, graph: Any) -> None:
+        needed, no_grad, around = _needed(graph), False, torch.is_grad_enabled()
         for node in graph.nodes:
-            if node.op in ("placeholder", "output") or node not in needed:
+            if node.op in ("placeholder", "output") or node not in needed or node.target in MODES:
                 continue
-            if node.op == "get_attr":
-                self.numbers[node] = getattr(owner, node.target)
+            if node.target is SET_GRAD:
+                no_grad = around and not node.args[0]
             elif node.op == "call_function":
-                self._call(owner, node, no_grad)
+                self._call(node, no_grad)
             else:
                 raise CaptureError(f"the exported graph holds a {node.op}{where(node)}, which cannot be sent to a peer")
 
-    def _call(self, owner: Any, node: Any, no_grad: bool) -> None:
+    def _call(self, node: Any, no_grad: bool) -> None:
         target = node.target
-        if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-            enabled, sub, *rest = node.args
-            self._inline(node, self.numbers[sub], rest, no_grad or not enabled)
-            return
-        if target is torch.ops.higher_order.wrap_with_autocast:
-            _device, _dtype, enabled, _cache, sub, *rest = node.args
-            if enabled:
-                at = next(filter(None, (str(where(n)) for n in self.numbers[sub].graph.nodes)), "")
-                raise CaptureError(f"autocast is on{at}; remove it and use Job(precision='bf16')")
-            self._inline(node, self.numbers[sub], rest, no_grad)
-            return
         if target is BEGINS:
             self.backward_at = len(self.nodes)
             self.numbers[node] = [Ref(-1 - place) for place in range(len(node.args[0]))]
@@ -274,7 +266,7 @@ class _Flattener:
         if _DROPPED.fullmatch(name or str(target)):
             return
         if name == "getitem" and isinstance(self.numbers.get(node.args[0]), list):
-            self.numbers[node] = self.numbers[node.args[0]][node.args[1]]  # output of an inlined sub-graph
+            self.numbers[node] = self.numbers[node.args[0]][node.args[1]]  # of what a function's backward pass is given
             return
         args = [self._argument(a, node) for a in node.args]
         kwargs = {k: self._argument(v, node) for k, v in node.kwargs.items()}
@@ -308,15 +300,28 @@ class _Flattener:
             self.size_numbers[symbol] = len(self.inputs) + len(self.nodes)
         if is_factory(target) and torch.get_default_dtype() != PEERS_DEFAULT:
             kwargs["dtype"] = held.dtype  # as it was made here
+        weight = self._kept(node)
+        if weight in self.kept:
+            self.numbers[node] = self.kept[weight]
+            return
+        no_grad = no_grad and weight is None  # what torch keeps has a gradient
         value = self._value(held, "", f"operation {name}{where(node)} makes", where(node))
         self._add(
             node, Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node), at=str(where(node)))
         )
+        if weight is not None:
+            self.kept[weight] = self.numbers[node]
         if into is not None:  # what was computed is written to where it was asked for
             copied = find_operator("aten.copy_.default")
             self._add(
                 node, dataclasses.replace(self.nodes[-1], operator=copied, args=(into, self.numbers[node]), kwargs={})
             )
+
+    def _kept(self, node: Any) -> tuple[int, int] | None:
+        """The trained weight whose conversion torch keeps, and when autocast was put on, if the node is one."""
+        given, since = self.numbers[node.args[0]] if KEPT in node.meta else None, node.meta.get(KEPT)
+        is_weight = isinstance(given, Ref) and given.index < len(self.inputs) and self.inputs[given.index].trainable
+        return (given.index, since) if given is not None and since is not None and is_weight else None
 
     def _function(self, node: Any) -> None:
         """Cut the backward pass out of the nodes, as a program of its own, and give it to the function's node."""
@@ -347,14 +352,6 @@ class _Flattener:
     def _add(self, node: Any, made: Node) -> None:
         self.numbers[node] = Ref(len(self.inputs) + len(self.nodes))
         self.nodes.append(dataclasses.replace(made, value=dataclasses.replace(made.value, name=f"n{len(self.nodes)}")))
-
-    def _inline(self, node: Any, sub: Any, arguments: Sequence[Any], no_grad: bool) -> None:
-        placeholders = [n for n in sub.graph.nodes if n.op == "placeholder"]
-        for placeholder, argument in zip(placeholders, arguments, strict=True):
-            self.numbers[placeholder] = self._argument(argument, node)
-        self._graph(sub, sub.graph, no_grad)
-        output = next(n for n in sub.graph.nodes if n.op == "output")
-        self.numbers[node] = [self._argument(a, output) for a in output.args[0]]
 
     def _argument(self, argument: Any, node: Any) -> Any:
         if isinstance(argument, torch.fx.Node):
@@ -441,7 +438,7 @@ def _needed(graph: Any) -> set[Any]:
     needed: set[Any] = set()
     for node in reversed(graph.nodes):
         target, name = node.target, operator_name(node.target) if node.op == "call_function" else None
-        effect = name is None  # a sub-graph, an input, the output
+        effect = name is None  # a mode, an input, the output
         if isinstance(target, torch._ops.OpOverload):
             # Written, its schema does not say.
             statistics = any(a.name == "running_mean" for a in target._schema.arguments)

@@ -52,7 +52,7 @@ ON_GPUS: Mapping[str, Setting] = {
 
 
 _AROUND: tuple[tuple[Callable[[], bool], str, str], ...] = (
-    (lambda: torch.is_autocast_enabled("cpu"), "torch.autocast", ", and say Job(precision='bf16')"),
+    (lambda: torch.is_autocast_enabled("cpu"), "torch.autocast", ", and say Job(precision='bf16-mixed')"),
     (torch.is_inference_mode_enabled, "torch.inference_mode", ": nothing could be trained"),
     (
         lambda: torch.get_default_device().type != "cpu",

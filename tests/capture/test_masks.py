@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshcee.capture import capture
-from meshcee.capture.export import causal
+from meshcee.capture.export import masks
 from meshcee.errors import CaptureError
 from tests.capture.exactness import difference, job_of
 from tests.mutation import Changed, breaks, changed
@@ -76,11 +76,11 @@ def tutorial(mask: Masked, held: torch.Tensor = MASK, kind: str = "encoder") -> 
 
 
 ANSWERED: dict[str, tuple[Any, Changed]] = {
-    "made": ((generated,), (causal.Masks, "made is not None and", "False and")),
-    "made, decoder": ((generated, MASK, "decoder"), (causal.Masks, "made is not None and", "False and")),
-    "buffer": ((held,), (causal.Masks, "self._real.get(name, mask)", "mask")),
-    "attribute": ((plain,), (causal.Masks, "type(mask) is torch.Tensor", "False")),
-    "buffer, not causal": ((held, BAND), (causal.Masks, "bool((real ==", "True or bool((real ==")),
+    "made": ((generated,), (masks.Masks, "made is not None and", "False and")),
+    "made, decoder": ((generated, MASK, "decoder"), (masks.Masks, "made is not None and", "False and")),
+    "buffer": ((held,), (masks.Masks, "self._real.get(name, mask)", "mask")),
+    "attribute": ((plain,), (masks.Masks, "type(mask) is torch.Tensor", "False")),
+    "buffer, not causal": ((held, BAND), (masks.Masks, "bool((real ==", "True or bool((real ==")),
 }
 
 
@@ -100,7 +100,7 @@ def test_a_mask_that_is_known_is_answered_for(name: str) -> None:
 @pytest.mark.parametrize(
     ("mask", "said"),
     [
-        (by_hand, r"at .*test_causal.py.*torch asks whether a mask is causal.*say is_causal=True beside a causal mask"),
+        (by_hand, r"at .*test_masks.py.*torch asks whether a mask is causal.*say is_causal=True beside a causal mask"),
         (opened, "say is_causal=True beside a causal mask and is_causal=False beside another"),
         (written, "forward changes the mask 'held'.*say is_causal=False beside it"),
     ],

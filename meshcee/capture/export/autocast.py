@@ -1,0 +1,230 @@
+"""Where autocast is on: the types that it gives to what operators read, as operators of their own.
+
+The idea: torch decides by lists, at every call, which operators get their inputs in 16 bits and which in 32. A graph has no such
+mode: each conversion is a node of its own, and so all devices do the same. Which ones there are torch itself says: an operator of
+the graph runs once on fake tensors, and what converts is noted. What torch composes of other operators is taken apart where some
+of these convert.
+
+A weight that needs a gradient is converted once for the whole time that autocast is on, as torch keeps it: its gradients add up
+in 16 bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from meshcee.capture.export.refusals import instead, replaced, where
+from meshcee.capture.graph import quiet
+from meshcee.errors import CaptureError
+
+__all__ = ["KEPT", "MODES", "SET_GRAD", "flat", "with_conversions"]
+
+KEPT = "meshcee_kept"  # in the meta of a weight's conversion: since when autocast is on. Torch keeps that of a trained weight
+SET_GRAD: Any = torch._C._set_grad_enabled
+_ON: Any = torch.amp.autocast_mode._enter_autocast
+_OFF: Any = torch.amp.autocast_mode._exit_autocast
+MODES = frozenset({_ON, _OFF})
+_CONVERTS = torch.ops.aten._to_copy.default
+_DEEPEST = 8  # how often an operator is taken apart
+
+
+@contextlib.contextmanager
+def flat() -> Iterator[None]:
+    """Meanwhile torch.export leaves a graph as it was traced: modes begin and end at nodes.
+
+    It would put what a mode is for into graphs of their own, and loses torch.no_grad() inside of autocast. Nor would it tell
+    whether torch keeps converted weights, as it keeps none itself.
+    """
+    keeps = torch.is_autocast_cache_enabled()
+    with (
+        replaced(torch, "is_autocast_cache_enabled", lambda: keeps),
+        replaced(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given),
+        replaced(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given),
+    ):
+        yield
+
+
+def with_conversions(graph: Any) -> None:
+    """Give a graph the conversions of where autocast is on. Raises CaptureError where that cannot be."""
+    on: list[_Mode] = []
+    known: dict[Any, Any] = {}
+    since = 0
+    for place, node in enumerate(list(graph.nodes)):
+        if node.target is _ON:
+            device, dtype, enabled, keeps = node.args
+            since = since if on else place
+            if enabled and device != "cpu":
+                after = next((str(where(n)) for n in list(graph.nodes)[place:] if where(n)), "")
+                raise CaptureError(
+                    f"torch.autocast({device!r}) is on{after}, and does nothing on the CPU, where a model is captured; write "
+                    "torch.autocast(x.device.type, ...), or leave it out and say Job(precision='bf16-mixed')"
+                )
+            on.append(_Mode(dtype if enabled else None, since if keeps else None, known))
+        elif node.target is _OFF:
+            on.pop()
+        elif on and on[-1].dtype is not None and isinstance(node.target, torch._ops.OpOverload):
+            on[-1].convert(graph, node)
+
+
+@dataclasses.dataclass
+class _Mode:
+    dtype: torch.dtype | None
+    since: int | None  # None: torch keeps no converted weights
+    known: dict[Any, Any]  # what is converted, by the operator and its operands
+
+    def convert(self, graph: Any, node: Any, depth: int = 0) -> None:
+        leaves, spec = tree_flatten((node.args, node.kwargs))
+        entering = self._entering(node.target, leaves, spec)
+        if entering is not None:
+            with graph.inserting_before(node):
+                for place, dtype in entering.items():
+                    leaves[place] = self._conversion(graph, node, leaves[place], dtype)
+            node.args, node.kwargs = tree_unflatten(leaves, spec)
+            return
+        parts = self._taken_apart(graph, node, leaves, spec) if depth < _DEEPEST else ()
+        if not parts:
+            advice = instead(where(node), "leave autocast for it: with torch.autocast('cpu', enabled=False)")
+            raise CaptureError(f"operation {node.target}{where(node)} converts inside of itself under autocast; {advice}")
+        for part in parts:
+            self.convert(graph, part, depth + 1)
+
+    def _conversion(self, graph: Any, node: Any, given: Any, dtype: torch.dtype) -> Any:
+        made = graph.call_function(torch.ops.aten.to.dtype, (given, dtype))
+        made.meta = dict(node.meta)
+        held = given.meta["val"]
+        with held.fake_mode:
+            made.meta["val"] = held.to(dtype)
+        if self.since is not None and dtype == self.dtype:
+            made.meta[KEPT] = self.since
+        return made
+
+    def _taken_apart(self, graph: Any, node: Any, leaves: Sequence[Any], spec: TreeSpec) -> list[Any]:
+        """In the place of a node, the operators that torch composes it of; none where it does not, or makes several tensors."""
+        name = node.target.name()
+        is_composed = torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+        if not is_composed or not isinstance(node.meta["val"], torch.Tensor):
+            return []
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Node)]
+
+        def composed(*given: Any) -> Any:
+            filled = dict(zip(places, given))
+            args, kwargs = tree_unflatten([filled.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
+            with torch._C.DisableTorchFunction():  # or the operator itself is noted
+                return node.target.decompose(*args, **kwargs)
+
+        held = [leaves[place].meta["val"] for place in places]
+        mode = next(value.fake_mode for value in held if isinstance(value, FakeTensor))
+        with mode, self._on():
+            parts = make_fx(composed, pre_dispatch=True)(*held).graph
+        copies: dict[Any, Any] = dict(zip((n for n in parts.nodes if n.op == "placeholder"), (leaves[p] for p in places)))
+        made = []
+        with graph.inserting_before(node):
+            for part in parts.nodes:
+                if part.op == "call_function":
+                    copies[part] = graph.node_copy(part, lambda n: copies[n])
+                    copies[part].meta = {**node.meta, "val": part.meta["val"]}
+                    made.append(copies[part])
+        output = next(n for n in parts.nodes if n.op == "output").args[0]
+        node.replace_all_uses_with(copies[output])
+        graph.erase_node(node)
+        return made
+
+    def _entering(self, target: Any, leaves: Sequence[Any], spec: TreeSpec) -> dict[int, torch.dtype] | None:
+        """The operands that are converted before anything else is done, in torch's order; None where that is not all."""
+        values = [leaf.meta.get("val") if isinstance(leaf, torch.fx.Node) else leaf for leaf in leaves]
+        if not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values):
+            return {}
+        told = tuple(_told(value) for value in values)
+        key = (target, str(spec), told)
+        if key not in self.known:
+            with FakeTensorMode():
+                given = [_as_told(*each) if isinstance(each, tuple) else each for each in told]
+                with self._on():
+                    done = _done(target, given, spec)
+                self.known[key] = _explained(done, target, given, spec)
+        return self.known[key]
+
+    def _on(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast("cpu", self.dtype, cache_enabled=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One operator of those that another is made of."""
+
+    what: tuple[Any, ...]  # its name, and the types of its tensors
+    place: int | None = None  # of the operand that it converts
+    dtype: torch.dtype | None = None
+
+
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, given: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.given = given
+        self.calls: list[_Call] = []
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if call.namespace != "prim":
+            tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
+            made = _Call((str(call), *(tensor.dtype for tensor in tensors)))
+            if call is _CONVERTS and kwargs.get("dtype") is not None:
+                place = next((n for n, one in enumerate(self.given) if one is args[0]), None)
+                made = dataclasses.replace(made, place=place, dtype=kwargs["dtype"])
+            self.calls.append(made)
+        return call(*args, **kwargs)
+
+
+def _done(target: Any, given: Sequence[Any], spec: TreeSpec) -> list[_Call]:
+    """What an operator is made of, as far as it comes: without autocast it fails on operands of several types."""
+    args, kwargs = tree_unflatten(list(given), spec)
+    with quiet(), contextlib.suppress(RuntimeError), _Noting(given) as noting:
+        target(*args, **kwargs)
+    return noting.calls
+
+
+def _explained(done: Sequence[_Call], target: Any, given: Sequence[Any], spec: TreeSpec) -> dict[int, torch.dtype] | None:
+    """By which conversions of operands the operator does the same without autocast; None where that is not so."""
+    if not any(call.dtype for call in done):
+        return {}
+    first = next((call.dtype for call in done if call.place is not None), None)
+    entering: dict[int, torch.dtype] = {}
+    rest = []
+    for call in done:
+        if call.place is not None and call.dtype == first and call.place not in entering:
+            entering[call.place] = call.dtype
+        else:
+            rest.append(call.what)
+    converted = [one.to(entering[place]) if place in entering else one for place, one in enumerate(given)]
+    if [call.what for call in _done(target, converted, spec)] == rest:
+        return entering
+    return {} if [call.what for call in _done(target, given, spec)] == [call.what for call in done] else None
+
+
+def _told(value: Any) -> Any:
+    """A tensor's type, sizes and strides in the example; a size as a number."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, _numbers(value.shape), _numbers(value.stride())
+    return _number(value) if isinstance(value, torch.SymInt) else value
+
+
+def _as_told(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(_number(size) for size in sizes)
+
+
+def _number(size: Any) -> int:
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
