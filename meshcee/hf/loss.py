@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshcee.eager import in_full
 from meshcee.errors import UsageError
 from meshcee.hf.library import transformers
 
-__all__ = ["Counting", "base_of", "counted", "divides", "eval_loss", "loss_of", "losses_of", "weight_of"]
+__all__ = ["Counting", "base_of", "counted", "divides", "eval_loss", "full_loss_of", "loss_of", "losses_of", "weight_of"]
 
 IGNORED = -100
 KEPT_LOSS, KEPT = "kept_loss", "kept"  # metrics of a Job
@@ -84,6 +85,11 @@ def loss_of(output: Any, target: Any) -> torch.Tensor:
             "in TrainingArguments(label_names=...))"
         )
     return found
+
+
+def full_loss_of(output: Any, target: Any) -> torch.Tensor:
+    """The same in fp32, as accelerate gives all outputs of what autocast has computed."""
+    return in_full(loss_of(output, target))
 
 
 def losses_of(filters: bool) -> dict[str, Callable[[Any, Any], float]]:

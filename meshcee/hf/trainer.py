@@ -26,7 +26,7 @@ from meshcee.files import Home
 from meshcee.hf import arguments
 from meshcee.hf.events import Bridge, StepBridge, handler_of, read_notes, refuse_unheard, steers_steps
 from meshcee.hf.library import transformers
-from meshcee.hf.loss import Counting, base_of, counted, divides, eval_loss, loss_of, losses_of, weight_of
+from meshcee.hf.loss import Counting, base_of, counted, divides, eval_loss, full_loss_of, loss_of, losses_of, weight_of
 from meshcee.hf.samples import LOOKED_AT, Batches, Outputs, Samples, lengths_of
 from meshcee.job import Job
 from meshcee.run import join as joined
@@ -163,11 +163,11 @@ class Trainer:
             self._looked_at(held_out, batches)
         metrics: dict[str, Any] = {} if when == "no" else losses_of(args.logging_nan_inf_filter)
         if metrics and self.compute_metrics is not None and not args.prediction_loss_only:
-            metrics[OUTPUTS] = Outputs(self._ignored(), self.preprocess_logits_for_metrics)
+            metrics[OUTPUTS] = Outputs(self._ignored(), self.preprocess_logits_for_metrics, widens=args.bf16)
         return Job(
             name=args.run_name or Path(args.output_dir).name or "job",
             model=model,
-            loss=loss_of,
+            loss=full_loss_of if args.bf16 else loss_of,
             data=data,
             collate=batches,
             optimizer=arguments.optimizer_of(args, self.model),
@@ -178,7 +178,7 @@ class Trainer:
             seed=args.seed,
             workers=args.dataloader_num_workers,
             clip_norm=args.max_grad_norm or None,
-            precision="bf16" if args.bf16 else "fp32",
+            precision="bf16-mixed" if args.bf16 else "fp32",
             recompute=bool(args.activation_checkpointing),
             eval_data=held_out,
             eval_every={"steps": int(state.eval_steps), "epoch": per_epoch}.get(when, 0),
@@ -266,10 +266,14 @@ class Trainer:
         micro = min(self.args.per_device_train_batch_size, len(data))
         if not micro:
             raise UsageError("the dataset is empty: give it samples")
-        outputs = Outputs(self._ignored() if ignore_keys is None else ignore_keys, self.preprocess_logits_for_metrics)
+        outputs = Outputs(
+            self._ignored() if ignore_keys is None else ignore_keys,
+            self.preprocess_logits_for_metrics,
+            widens=self.args.bf16,
+        )
         job = Job(
             model=counted(self.model, self._counting) if self._counting.accepts else self.model,
-            loss=loss_of,
+            loss=full_loss_of if self.args.bf16 else loss_of,
             data=data,
             eval_data=data,
             collate=self._batches(like=like, lengths=lengths_of(self._looked_at(data, self._batches()))),
@@ -278,7 +282,7 @@ class Trainer:
             micro_batch_size=micro,
             steps=1,
             seed=self.args.seed,
-            precision="bf16" if self.args.bf16 else "fp32",
+            precision="bf16-mixed" if self.args.bf16 else "fp32",
             metrics=losses_of(self.args.logging_nan_inf_filter) | ({OUTPUTS: outputs} if collects else {}),
         )
         if self.job is not None:  # what a user has replaced there
