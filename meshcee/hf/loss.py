@@ -18,7 +18,17 @@ from meshcee.eager import in_full
 from meshcee.errors import UsageError
 from meshcee.hf.library import transformers
 
-__all__ = ["Counting", "base_of", "counted", "divides", "eval_loss", "full_loss_of", "loss_of", "losses_of", "weight_of"]
+__all__ = [
+    "Counting",
+    "base_of",
+    "counted",
+    "divides",
+    "eval_loss",
+    "full_loss_of",
+    "loss_of",
+    "losses_of",
+    "weight_of",
+]
 
 IGNORED = -100
 KEPT_LOSS, KEPT = "kept_loss", "kept"  # metrics of a Job

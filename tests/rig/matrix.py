@@ -32,7 +32,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "optimizer": ("adamw", "sgd"),
     "dropout": (True, False),
     "clip_norm": (None, 0.5),
-    "precision": ("fp32", "bf16"),
+    "precision": ("fp32", "bf16", "bf16-mixed"),
     "recompute": (False, True),
 }
 MOST_STAGES = {"lstm": 4}  # it has no more blocks
