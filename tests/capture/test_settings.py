@@ -40,7 +40,7 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
 @pytest.mark.parametrize(
     ("around", "says"),
     [
-        (lambda: torch.autocast("cpu", dtype=torch.bfloat16), r"autocast is on around the job.*precision='bf16'"),
+        (lambda: torch.autocast("cpu", dtype=torch.bfloat16), r"autocast is on around the job.*precision='bf16-mixed'"),
         (torch.inference_mode, r"inference_mode is on around the job.*leave it"),
         (lambda: torch.device("meta"), r"another device than the CPU.* is on around the job.*leave it"),
     ],

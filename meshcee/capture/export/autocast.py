@@ -35,6 +35,7 @@ _ON: Any = torch.amp.autocast_mode._enter_autocast
 _OFF: Any = torch.amp.autocast_mode._exit_autocast
 MODES = frozenset({_ON, _OFF})
 _CONVERTS = torch.ops.aten._to_copy.default
+Conversions = dict[int, torch.dtype]  # of operands, by their place
 _DEEPEST = 8  # how often an operator is taken apart
 
 
@@ -57,7 +58,7 @@ def flat() -> Iterator[None]:
 def with_conversions(graph: Any) -> None:
     """Give a graph the conversions of where autocast is on. Raises CaptureError where that cannot be."""
     on: list[_Mode] = []
-    known: dict[Any, Any] = {}
+    known: dict[Any, Conversions | None] = {}
     since = 0
     for place, node in enumerate(list(graph.nodes)):
         if node.target is _ON:
@@ -80,7 +81,7 @@ def with_conversions(graph: Any) -> None:
 class _Mode:
     dtype: torch.dtype | None
     since: int | None  # None: torch keeps no converted weights
-    known: dict[Any, Any]  # what is converted, by the operator and its operands
+    known: dict[Any, Conversions | None]  # what is converted, by the operator and its operands
 
     def convert(self, graph: Any, node: Any, depth: int = 0) -> None:
         leaves, spec = tree_flatten((node.args, node.kwargs))
@@ -143,7 +144,7 @@ class _Mode:
         graph.erase_node(node)
         return made
 
-    def _entering(self, target: Any, leaves: Sequence[Any], spec: TreeSpec) -> dict[int, torch.dtype] | None:
+    def _entering(self, target: Any, leaves: Sequence[Any], spec: TreeSpec) -> Conversions | None:
         """The operands that are converted before anything else is done, in torch's order; None where that is not all."""
         values = [leaf.meta.get("val") if isinstance(leaf, torch.fx.Node) else leaf for leaf in leaves]
         if not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values):
@@ -192,23 +193,22 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _done(target: Any, given: Sequence[Any], spec: TreeSpec) -> list[_Call]:
     """What an operator is made of, as far as it comes: without autocast it fails on operands of several types."""
     args, kwargs = tree_unflatten(list(given), spec)
-    with quiet(), contextlib.suppress(RuntimeError), _Noting(given) as noting:
+    noting = _Noting(given)
+    with quiet(), contextlib.suppress(Exception), noting:  # operators raise what they like
         target(*args, **kwargs)
-    return noting.calls
+    return list(noting.calls)
 
 
-def _explained(
-    done: Sequence[_Call], target: Any, given: Sequence[Any], spec: TreeSpec
-) -> dict[int, torch.dtype] | None:
+def _explained(done: Sequence[_Call], target: Any, given: Sequence[Any], spec: TreeSpec) -> Conversions | None:
     """By which conversions of operands the operator does the same without autocast; None where that is not so."""
     if not any(call.dtype for call in done) or _names(_done(target, given, spec)) == _names(done):
         return {}
     first = next((call.dtype for call in done if call.place is not None), None)
-    entering: dict[int, torch.dtype] = {}
+    entering: Conversions = {}
     rest = []
     for call in done:
-        if call.place is not None and call.dtype == first and call.place not in entering:
-            entering[call.place] = call.dtype
+        if first is not None and call.place is not None and call.dtype == first and call.place not in entering:
+            entering[call.place] = first
         else:
             rest.append(call)
     converted = [one.to(entering[place]) if place in entering else one for place, one in enumerate(given)]
@@ -235,4 +235,6 @@ def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _number(size: Any) -> int:
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    return 1 if size.node.hint is None else int(size.node.hint)  # what follows from values is refused
