@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from meshcee.capture.export.refusals import instead, replaced, where
+from meshcee.capture.export.refusals import instead, replaced, users_line, where
 from meshcee.capture.graph import quiet
 from meshcee.errors import CaptureError
 
@@ -34,6 +34,7 @@ SET_GRAD: Any = torch._C._set_grad_enabled
 _ON: Any = torch.amp.autocast_mode._enter_autocast
 _OFF: Any = torch.amp.autocast_mode._exit_autocast
 MODES = frozenset({_ON, _OFF})
+_INIT: Any = torch.autocast.__init__
 _CONVERTS = torch.ops.aten._to_copy.default
 Conversions = dict[int, torch.dtype]  # of operands, by their place
 _DEEPEST = 8  # how often an operator is taken apart
@@ -49,10 +50,27 @@ def flat() -> Iterator[None]:
     keeps = torch.is_autocast_cache_enabled()
     with (
         replaced(torch, "is_autocast_cache_enabled", lambda: keeps),
+        replaced(torch.autocast, "__init__", _asked),
         replaced(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given),
         replaced(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given),
     ):
         yield
+
+
+def _asked(
+    self: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, *more: Any, **named: Any
+) -> None:
+    """Of a mode that forward makes: without such a device torch itself leaves it off."""
+    if enabled and device_type != "cpu":
+        raise _does_nothing(device_type, str(users_line()))
+    _INIT(self, device_type, dtype, enabled, *more, **named)
+
+
+def _does_nothing(device: str, at: str) -> CaptureError:
+    return CaptureError(
+        f"torch.autocast({device!r}) is on{at}, and does nothing on the CPU, where a model is captured; write "
+        "torch.autocast(x.device.type, ...), or leave it out and say Job(precision='bf16-mixed')"
+    )
 
 
 def with_conversions(graph: Any) -> None:
@@ -65,11 +83,7 @@ def with_conversions(graph: Any) -> None:
             device, dtype, enabled, keeps = node.args
             since = since if on else place
             if enabled and device != "cpu":
-                after = next((str(where(n)) for n in list(graph.nodes)[place:] if where(n)), "")
-                raise CaptureError(
-                    f"torch.autocast({device!r}) is on{after}, and does nothing on the CPU, where a model is captured; write "
-                    "torch.autocast(x.device.type, ...), or leave it out and say Job(precision='bf16-mixed')"
-                )
+                raise _does_nothing(device, next((str(where(n)) for n in list(graph.nodes)[place:] if where(n)), ""))
             on.append(_Mode(dtype if enabled else None, since if keeps else None, known))
         elif node.target is _OFF:
             on.pop()

@@ -44,6 +44,7 @@ __all__ = [
     "faithful",
     "instead",
     "refuse_modules",
+    "users_line",
     "where",
 ]
 
@@ -286,13 +287,13 @@ class Watched(logging.Handler):
         if said.startswith("create_symbol") and given[2].endswith(".size()[0]"):
             self.samples.add(given[0])
         if "[guard added]" in said and given[0] == "eval" and _decides(what[2]):
-            self.branches[given[1]] = _here()
+            self.branches[given[1]] = users_line()
         if "[guard added]" in said and _PART.search(given[1]) and set(re.findall(r"\bs\d+", given[1])) <= self.samples:
-            here = _here().text
+            here = users_line().text
             advice = SPLIT if _SPLITS.search(here) else PAIRS if "pdist(" in here else RANKS
             self.fix("generated guard", "a size or a branch follows from a part of the number of samples", advice)
         if not self.at.text and said.startswith("set_replacement") and "singleton" in record.getMessage():
-            self.at = _here()
+            self.at = users_line()
             if given[0] not in self.samples and any(f.filename == rnn.__file__ for f in traceback.extract_stack()):
                 self.fix(
                     "specialized",
@@ -323,7 +324,7 @@ class Watched(logging.Handler):
 
     def fix(self, word: str, how: str, advice: str) -> None:
         if word not in self.fixes:
-            self.fixes[word] = _here(), how, advice
+            self.fixes[word] = users_line(), how, advice
 
     def __enter__(self) -> Watched:
         self._before = self._LOG.level, self._LOG.propagate, self._LOG.handlers
@@ -344,7 +345,7 @@ class Watched(logging.Handler):
 
     def _noting(self, *args: Any) -> Any:
         if not self.mapped.text:
-            self.mapped = _here()
+            self.mapped = users_line()
         return _BEGIN_VMAP(*args)
 
 
@@ -425,10 +426,10 @@ class _Looking(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _HOOKS:
-            raise _hooked(f"{func.__name__} is called{_here()}")
+            raise _hooked(f"{func.__name__} is called{users_line()}")
         for name, argument, what, advice in _KNOWN:
             if getattr(func, "__name__", "") == name and (not argument or (kwargs or {}).get(argument)):
-                raise CaptureError(f"{what.format(_here())}; {instead(_here(), advice)}")
+                raise CaptureError(f"{what.format(users_line())}; {instead(users_line(), advice)}")
         if func in (torch.Tensor.requires_grad_, _SET_NEEDS) and id(args[0]) in self._own:
             wanted = args[1] if len(args) > 1 else (kwargs or {}).get("requires_grad", True)
             if bool(wanted) != args[0].requires_grad:
@@ -438,38 +439,40 @@ class _Looking(TorchFunctionMode):
         set_now = func is torch.Tensor.requires_grad_ and not args[0].requires_grad and args[1:] != (False,)
         made = set_now and not isinstance(args[0], nn.Parameter)  # by forward
         if made and sys._getframe(1).f_code.co_filename != nn.parameter.__file__:
-            words = GRADIENT_SET.format(at=_here())
+            words = GRADIENT_SET.format(at=users_line())
             raise CaptureError(
                 f"{words} (model.disable_input_require_grads() of Hugging Face); a derivative by inputs, as torch.autograd.grad "
                 "computes it, is to be written as a formula"
             )
         if func == _GRAD and not is_ours(sys._getframe(1).f_code.co_filename):
             raise CaptureError(
-                f"a .grad is read{_here()}, and a graph has none: what a backward pass has left is of the micro-batch before; "
+                f"a .grad is read{users_line()}, and a graph has none: what a backward pass has left is of the micro-batch before; "
                 "leave it out, or clip and scale gradients by the Job's own settings"
             )
         if func == _SET_DATA:
             advice = COMPUTED if args[0].requires_grad else FOLLOWS if id(args[0]) in self._own else AVERAGE
-            raise CaptureError(f"a .data is assigned{_here()}, which a graph does not hold; {instead(_here(), advice)}")
+            raise CaptureError(
+                f"a .data is assigned{users_line()}, which a graph does not hold; {instead(users_line(), advice)}"
+            )
         if func == _DATA and Watched.now is not None:
             return args[0].detach()  # which a graph has a word for: what is written there is written here
         for given in args:
             if isinstance(given, torch.Tensor) and self._astray(given):
                 if isinstance(given, FakeTensor):
-                    raise CaptureError(f"forward makes a parameter{_here()}; {AFTER_ONE_BATCH}")
+                    raise CaptureError(f"forward makes a parameter{users_line()}; {AFTER_ONE_BATCH}")
                 if any(f.filename.startswith(_OPTIMIZERS) for f in traceback.extract_stack()):
                     raise _trained_inside()
                 if not torch.is_grad_enabled():  # kernels are chosen by requires_grad, even where no gradient is made
                     raise CaptureError(
-                        f"a tensor that is no parameter of the model and needs a gradient is used{_here()}, under "
+                        f"a tensor that is no parameter of the model and needs a gradient is used{users_line()}, under "
                         "torch.no_grad(); say that it is not trained, as teacher.requires_grad_(False) does for a module"
                     )
                 advice = instead(
-                    _here(),
+                    users_line(),
                     "reach it by its module (model.head.weight), or register it in one, or compute with a detached copy",
                 )
                 raise CaptureError(
-                    f"a tensor that needs a gradient is used{_here()}, and as no parameter of the model it would not be "
+                    f"a tensor that needs a gradient is used{users_line()}, and as no parameter of the model it would not be "
                     f"trained; {advice}"
                 )
         sizes = Watched.now
@@ -482,7 +485,7 @@ class _Looking(TorchFunctionMode):
             how = "the mean of complex numbers over the samples fixes their number"
             sizes.fix("specialized", how, "write z.sum(0) / z.shape[0]")
         elif name in _FIXING and (fixed or (free and sizes.suspect is None and _vary(args))):
-            sizes.suspect = _here(), f"torch.{name} makes a constant of a size", _FIXING[name]
+            sizes.suspect = users_line(), f"torch.{name} makes a constant of a size", _FIXING[name]
         return made
 
     def _refuse_thawing(self, weight: int) -> None:
@@ -492,7 +495,7 @@ class _Looking(TorchFunctionMode):
             advice = "call torch.func.functional_call(m, {n: p.detach() for n, p in m.named_parameters()}, h)"
             words = f"requires_grad of a weight is set{at} and set back in one pass, which no graph holds"
             raise CaptureError(f"{words}; {instead(at, advice)}")
-        self._thawed.setdefault(weight, _here())
+        self._thawed.setdefault(weight, users_line())
 
     def _astray(self, tensor: torch.Tensor) -> bool:
         if id(tensor) in self._own or not (tensor.requires_grad and tensor.is_leaf):
@@ -506,14 +509,14 @@ def _vary(args: Sequence[Any]) -> bool:
     return any(isinstance(size, torch.SymInt) for size in sizes)
 
 
-def _here() -> Place:
+def users_line() -> Place:
     return _innermost(traceback.extract_stack())
 
 
 def _trained_inside() -> CaptureError:
-    advice = instead(_here(), "return one loss for all weights, with .detach() where no gradient shall pass")
+    advice = instead(users_line(), "return one loss for all weights, with .detach() where no gradient shall pass")
     return CaptureError(
-        f"there is a backward pass inside of forward or loss{_here()}, and peers make one, of what the loss returns; {advice}"
+        f"there is a backward pass inside of forward or loss{users_line()}, and peers make one, of what the loss returns; {advice}"
     )
 
 
@@ -592,7 +595,7 @@ def faithful(model: nn.Module, *, evaluate: bool = False) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer):
             if torch.backends.mha.get_fastpath_enabled() and not evaluate:
-                patches.enter_context(replaced(kind, "forward", unfused(kind, model, _here)))
+                patches.enter_context(replaced(kind, "forward", unfused(kind, model, users_line)))
         patches.enter_context(_Looking(model))
         patches.enter_context(replaced(torch.distributions.Distribution, "__init__", _unvalidated))
         patches.enter_context(replaced(torch.distributions.Distribution, "_validate_sample", lambda self, value: None))
@@ -633,9 +636,9 @@ _GRADIENTS: tuple[tuple[Any, str, str], ...] = (
 
 def _unforked(*args: Any, **kwargs: Any) -> Any:
     if kwargs.get("enabled", True) and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
-        advice = instead(_here(), "draw without it, or draw in data[i] and give what is drawn with x")
+        advice = instead(users_line(), "draw without it, or draw in data[i] and give what is drawn with x")
         raise CaptureError(
-            f"torch.random.fork_rng is used in forward{_here()}, as for a seed of its own, and generators of peers go on; {advice}"
+            f"torch.random.fork_rng is used in forward{users_line()}, as for a seed of its own, and generators of peers go on; {advice}"
         )
     return _FORK(*args, **kwargs)
 
@@ -644,9 +647,9 @@ _FORK, _TORCH = torch.random.fork_rng, str(Path(torch.__file__).parent)
 
 
 def _scripted(self: Any, *args: Any, **kwargs: Any) -> Any:
-    advice = instead(_here(), "call the function that it was made of, without torch.jit.script")
+    advice = instead(users_line(), "call the function that it was made of, without torch.jit.script")
     raise CaptureError(
-        f"a scripted function is called{_here()}, and peers run eager kernels, which may round otherwise; {advice}"
+        f"a scripted function is called{users_line()}, and peers run eager kernels, which may round otherwise; {advice}"
     )
 
 
@@ -664,10 +667,10 @@ def _refusing(words: str) -> Callable[..., Any]:
             raise _trained_inside()
         if words == "checkpoint":
             advice = "pass use_reentrant=False, or leave it out and use Job(recompute=True)"
-            raise CaptureError(f"the model uses a re-entrant checkpoint{_here()}; {instead(_here(), advice)}")
+            raise CaptureError(f"the model uses a re-entrant checkpoint{users_line()}; {instead(users_line(), advice)}")
         raise CaptureError(
-            f"the model computes a gradient while it runs forward ({words}){_here()}, and peers compute gradients of the loss "
-            "only; " + instead(_here(), "write the derivative as a formula")
+            f"the model computes a gradient while it runs forward ({words}){users_line()}, and peers compute gradients of the loss "
+            "only; " + instead(users_line(), "write the derivative as a formula")
         )
 
     return refuse
@@ -687,7 +690,7 @@ def _telling(owner: Any, name: str, drawing: dict[str, Place]) -> Callable[..., 
 
     def tell(*args: Any, **kwargs: Any) -> Any:
         if owner.__name__ not in drawing:
-            drawing[owner.__name__] = _here()
+            drawing[owner.__name__] = users_line()
         return draw(*args, **kwargs)
 
     return tell
