@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -274,18 +274,18 @@ class Home:
             )
 
     @contextmanager
-    def identity_file(self, chosen: Path | None = None, apart_from: Path | None = None) -> Iterator[Path]:
-        """An identity file that no living process uses, ours while the block runs; `chosen` insists on one. `apart_from` is another
-        peer's, which may be down."""
+    def identity_file(self, chosen: Path | None = None, apart_from: Collection[Path] = ()) -> Iterator[Path]:
+        """An identity file that no living process uses, ours while the block runs; `chosen` insists on one. `apart_from` are
+        those that other peers come back with."""
         folder = self.folder / "identities"
         with self.writable():
             disk.make_folder(folder)
             if chosen is not None and chosen.absolute().parent != folder.absolute():
                 where = os.fsencode(chosen.absolute())
                 disk.write_whole(folder / f"{hashlib.sha256(where).hexdigest()[:16]}.elsewhere", where)
-        left = apart_from and apart_from.absolute()
+        left = {one.absolute() for one in apart_from}
         for path in [chosen] if chosen else [folder / f"{i}.key" for i in range(256)]:
-            if path.absolute() == left:
+            if chosen is None and path.absolute() in left:
                 continue
             with self.writable():
                 lock = path.with_name(f"{path.name}.lock").open("ab")

@@ -540,6 +540,31 @@ def test_a_mesh_is_one_while_its_first_machine_is_down_and_once_that_is_back_els
             one.close()
 
 
+@pytest.mark.slow
+def test_on_the_first_machine_a_line_leads_to_others_while_its_own_peer_is_down(tmp_path: Path) -> None:
+    with peers(tmp_path, 2) as mesh:
+        line, (first, second) = mesh.token, mesh.ids
+        mesh.kill(first)
+        assert second in names(line, tmp_path)
+        mesh.start("third", "--join", mesh.tokens[second])
+        mesh.token = ""
+        mesh.start("first")  # its identity was left to it
+        assert mesh.ids["first"] == mesh.ids[first]
+        for name in ("first", second, "third"):
+            mesh.kill(name)
+        wait_until("their p2pds have ended", lambda: not p2pds_of(tmp_path), 30)
+        done = meshcee("status", "--join", line, home=tmp_path, timeout_s=60)
+        assert done.code == 3
+
+
+@pytest.mark.slow
+def test_where_only_this_machines_own_peer_could_answer_it_is_named(tmp_path: Path) -> None:
+    with peers(tmp_path, 1, "--open") as mesh:
+        mesh.kill("peer-0")
+        done = meshcee("status", "--join", mesh.token, home=tmp_path, timeout_s=15)
+        assert (done.code, "this machine's own peer, which is not running" in done.err) == (3, True), done.err
+
+
 def knows(home: Path, count: int) -> bool:
     """Whether a peer of this home has noted so many others."""
     kept = [found for file in Membership.files(Home(home)) if (found := Membership.read(file)) is not None]
