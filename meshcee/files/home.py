@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from meshcee.errors import CheckpointError, JoinError, NotNowError, ProtocolError, UsageError
+from meshcee.errors import CheckpointError, JoinError, ProtocolError, UsageError
 from meshcee.fields import Count, Finite, NotNegative, Ordinal, read
 from meshcee.files import disk
 from meshcee.files.strict_json import loads
@@ -311,9 +311,9 @@ class Home:
         try:
             yield
         except OSError as error:
-            raise (NotNowError if disk.is_full(error) else UsageError)(
-                f"this machine's folder cannot be written ({disk.refusal(error)}): make room, check its owner and permissions, "
-                "or set MESHCEE_HOME to another folder"
+            remedy = disk.remedy(error, "set MESHCEE_HOME to another folder")
+            raise disk.kind_of(error)(
+                f"this machine's folder cannot be written ({disk.refusal(error)}): {remedy}"
             ) from error
 
     def next_incarnation(self, after: int = 0) -> int:

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 import typer
 
 from meshcee import __version__
-from meshcee.errors import MeshceeError, NotNowError, UsageError
+from meshcee.errors import MeshceeError, UsageError
 from meshcee.files import disk
 from meshcee.files.steady import part_prints, steady_output, write_fact
 from meshcee.files.token_file import read_token
@@ -667,8 +667,8 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(MeshceeError(f"no memory is left on this machine{said}; free some, then run the command again"), 1)
     except Exception as error:
         if isinstance(error, OSError) and disk.is_refusal(error):  # a file that the user has named
-            kind = NotNowError if disk.is_full(error) else UsageError
-            _fail(kind(f"{disk.refusal(error)}; make room, or name another place"), kind.exit_code)
+            kind = disk.kind_of(error)
+            _fail(kind(f"{disk.refusal(error)}; {disk.remedy(error, 'name another place')}"), kind.exit_code)
         traceback.print_exc()
         _fail(error, 1)
     finally:

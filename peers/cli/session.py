@@ -259,7 +259,7 @@ def write_job(kind: str, path: Path) -> None:
     except FileExistsError as error:
         raise UsageError(f"there is a file {path} already: name another one") from error
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; {disk.remedy(error)}") from error
+        raise disk.kind_of(error)(f"cannot write {path}: {error.strerror}; {disk.remedy(error)}") from error
 
 
 def load_job(path: Path) -> Job:
