@@ -74,4 +74,5 @@ class Event(StrEnum):
     DEVICE_BACK = "this peer's device is back"
     MEMBERSHIP_OVER = "this peer is no member of its mesh any more"
     MOVED = "this machine has other addresses"
+    NO_ANSWER_YET = "no answer yet from the addresses to join at: still trying"
     IDENTITY_USED_TWICE = "another process uses this peer's identity"
