@@ -75,4 +75,6 @@ class Event(StrEnum):
     MEMBERSHIP_OVER = "this peer is no member of its mesh any more"
     MOVED = "this machine has other addresses"
     NO_ANSWER_YET = "no answer yet from the addresses to join at: still trying"
+    MESH_GONE = "no peer of the mesh answers any more: what is shown is what was seen last"
+    MESH_BACK = "peers of the mesh answer again"
     IDENTITY_USED_TWICE = "another process uses this peer's identity"

@@ -252,8 +252,10 @@ def write_job(kind: str, path: Path) -> None:
     """A job file that runs as it is, to be changed by its user. UsageError for a file that is there already."""
     if kind not in KINDS:
         raise UsageError(f"there is no job of the kind {kind!r:.40}: say {', '.join(KINDS)}")
-    if path.suffix != ".py" or not os.path.isdir(path.absolute().parent):
-        raise UsageError(f"{path}: a job is a Python file in a folder that is there, e.g. job.py")
+    if path.suffix != ".py":
+        raise UsageError(f"{path}: a job is a Python file, whose name ends with .py, as job.py")
+    if not os.path.isdir(path.absolute().parent):
+        raise UsageError(f"there is no folder {path.parent} for {path.name}: make it, or name a file in another one")
     text = Path(__file__).with_name("jobs").joinpath(f"{kind}.txt").read_text(encoding="utf-8")
     try:
         with path.open("x", encoding="utf-8") as file:

@@ -311,8 +311,10 @@ def test_ctrl_c_at_the_owner_is_the_one_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`meshcee run stop` behind it was the second, which threw away what the run was saving."""
-    view = interrupted(tmp_path, monkeypatch, 1)
+    notes: list[str] = []
+    view = interrupted(tmp_path, monkeypatch, 1, notes=notes)
     assert view.asks_first == [False]
+    assert any("ends after this step, once its weights" in note for note in notes), "it has nothing to evaluate"
     assert "Stopped: " in (said := capsys.readouterr().out)
     assert "; weights in org-x-stopped.safetensors\n" in said, "the job's name is no path"
     assert Path("org-x-stopped.safetensors").exists()
