@@ -272,6 +272,7 @@ class KademliaStore:
                     expiration_time=expires_at,
                     beam_size=BEAM,
                     await_all_replicas=False,
+                    exclude_self=self._client_mode,  # nobody writes to who looks: its quick reads would end at its own record
                     quick=quick,
                 )
         except Exception as error:  # whatever hivemind raises, it was not stored

@@ -92,9 +92,8 @@ def _read_or_create(path: Path, data: bytes, what: str) -> bytes:
                 return data
         return path.read_bytes()
     except OSError as error:
-        raise UsageError(
-            f"{what} cannot be used ({disk.refusal(error, len(data))}): check its owner and permissions, or make room"
-        ) from error
+        remedy = disk.remedy(error, "set MESHCEE_HOME to another folder")
+        raise disk.kind_of(error)(f"{what} cannot be used ({disk.refusal(error, len(data))}): {remedy}") from error
 
 
 class Identity:

@@ -21,6 +21,9 @@ class Event(StrEnum):
     PLAN_STAYS_TO_THE_END = "the plan stays: the job ends before a change would pay"
     TAKEN_BACK = "steps are taken back: a member has lied, or left while it was audited"
     MEMBER_LOST = "a member was lost"
+    STAGES_GIVEN_UP = (
+        "the run goes on with another number of stages than was asked for: so many peers can take part now"
+    )
     STATE_FOUND = "the state to go on from"
     RUN_GOES_ON = "the run goes on"
     MEMBERS_NEEDED = "members want to leave and the job cannot go on without them: start more peers"
@@ -74,4 +77,7 @@ class Event(StrEnum):
     DEVICE_BACK = "this peer's device is back"
     MEMBERSHIP_OVER = "this peer is no member of its mesh any more"
     MOVED = "this machine has other addresses"
+    NO_ANSWER_YET = "no answer yet from the addresses to join at: still trying"
+    MESH_GONE = "no peer of the mesh answers any more: what is shown is what was seen last"
+    MESH_BACK = "peers of the mesh answer again"
     IDENTITY_USED_TWICE = "another process uses this peer's identity"

@@ -117,7 +117,9 @@ class _Csv(_Logger):
             disk.File(self._path).abort()  # what stood there is gone
             disk.append(self._path, b"".join(map(self._line, rows)))
         except OSError as error:
-            raise UsageError(f"{self.what}: the file cannot be written: {error.strerror}") from error
+            raise disk.kind_of(error)(
+                f"{self.what}: the file cannot be written: {error.strerror}; {disk.remedy(error)}"
+            ) from error
 
     def _line(self, row: Mapping[str, Any]) -> bytes:
         text = io.StringIO(newline="")

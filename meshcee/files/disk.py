@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshcee.errors import UsageError
+from meshcee.errors import NotNowError, UsageError
 
 __all__ = [
     "Disk",
@@ -25,6 +25,7 @@ __all__ = [
     "is_full",
     "is_refusal",
     "is_torn",
+    "kind_of",
     "link",
     "locked",
     "make_folder",
@@ -44,6 +45,7 @@ __all__ = [
 ]
 
 Data = bytes | bytearray | memoryview
+PROBE_BYTES = 16384  # a full disk takes files that hold nothing
 
 
 class Disk:
@@ -151,12 +153,12 @@ def publish(path: Path, data: Data) -> None:
         with _beside(path, data, 0o644) as partial:
             _disk.rename(partial, path)
     except OSError as error:
-        raise UsageError(f"cannot write {refusal(error)}; {remedy(error)}") from error
+        raise kind_of(error)(f"cannot write {refusal(error)}; {remedy(error)}") from error
 
 
 def probe(path: Path) -> None:
-    """OSError where a file of this name could not be written now. Nothing stays of it."""
-    with _beside(path, b"", 0o600) as partial:
+    """OSError where a small file of this name could not be written now. Nothing stays of it."""
+    with _beside(path, bytes(PROBE_BYTES), 0o600) as partial:
         _disk.unlink(partial)
 
 
@@ -167,7 +169,7 @@ def check_place(path: Path, option: str) -> None:
             raise UsageError(f"{option}: there is no folder {path.parent}")
         probe(path)
     except OSError as error:
-        raise UsageError(f"{option}: cannot write {refusal(error)}; {remedy(error)}") from error
+        raise kind_of(error)(f"{option}: cannot write {refusal(error)}; {remedy(error)}") from error
 
 
 def write_once(path: Path, data: Data) -> None:
@@ -311,6 +313,11 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+def kind_of(error: OSError) -> type[UsageError]:
+    """What a refusal is for whoever typed a command, and its exit code."""
+    return NotNowError if is_full(error) else UsageError
+
+
 def refusal(error: OSError, needed_bytes: int = 0) -> str:
     """Which path the disk has refused, why, and how much room is needed where there is none."""
     told = f"{_named(Path(str(error.filename)))}: {error.strerror}" if error.filename else str(error)
@@ -320,12 +327,17 @@ def refusal(error: OSError, needed_bytes: int = 0) -> str:
     return "; ".join(part for part in (told, ", ".join(filter(None, (needed, _free(error))))) if part)
 
 
-def remedy(error: OSError) -> str:
-    """What a user does about a file that could not be written."""
+def remedy(error: OSError, elsewhere: str = "") -> str:
+    """What a user does about a file that could not be written; `elsewhere` is how its place is said, where nobody named it."""
     if is_full(error):
-        return "make room, or name a file on another disk"
-    is_long = error.errno == errno.ENAMETOOLONG
-    return "give it a shorter name" if is_long else "name a file in a folder where this user may write"
+        return f"make room, or {elsewhere or 'name a file on another disk'}"
+    if error.errno == errno.ENAMETOOLONG:
+        return elsewhere or "give it a shorter name"
+    return (
+        f"check its owner and permissions, or {elsewhere}"
+        if elsewhere
+        else "name a file in a folder where this user may write"
+    )
 
 
 def _named(path: Path) -> Path:

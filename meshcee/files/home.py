@@ -12,7 +12,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from meshcee.errors import CheckpointError, JoinError, NotNowError, ProtocolError, UsageError
+from meshcee.errors import CheckpointError, JoinError, ProtocolError, UsageError
 from meshcee.fields import Count, Finite, NotNegative, Ordinal, read
 from meshcee.files import disk
 from meshcee.files.strict_json import loads
@@ -274,18 +274,18 @@ class Home:
             )
 
     @contextmanager
-    def identity_file(self, chosen: Path | None = None, apart_from: Path | None = None) -> Iterator[Path]:
-        """An identity file that no living process uses, ours while the block runs; `chosen` insists on one. `apart_from` is another
-        peer's, which may be down."""
+    def identity_file(self, chosen: Path | None = None, apart_from: Collection[Path] = ()) -> Iterator[Path]:
+        """An identity file that no living process uses, ours while the block runs; `chosen` insists on one. `apart_from` are
+        those that other peers come back with."""
         folder = self.folder / "identities"
         with self.writable():
             disk.make_folder(folder)
             if chosen is not None and chosen.absolute().parent != folder.absolute():
                 where = os.fsencode(chosen.absolute())
                 disk.write_whole(folder / f"{hashlib.sha256(where).hexdigest()[:16]}.elsewhere", where)
-        left = apart_from and apart_from.absolute()
+        left = {one.absolute() for one in apart_from}
         for path in [chosen] if chosen else [folder / f"{i}.key" for i in range(256)]:
-            if path.absolute() == left:
+            if chosen is None and path.absolute() in left:
                 continue
             with self.writable():
                 lock = path.with_name(f"{path.name}.lock").open("ab")
@@ -311,9 +311,9 @@ class Home:
         try:
             yield
         except OSError as error:
-            raise (NotNowError if disk.is_full(error) else UsageError)(
-                f"this machine's folder cannot be written ({disk.refusal(error)}): make room, check its owner and permissions, "
-                "or set MESHCEE_HOME to another folder"
+            remedy = disk.remedy(error, "set MESHCEE_HOME to another folder")
+            raise disk.kind_of(error)(
+                f"this machine's folder cannot be written ({disk.refusal(error)}): {remedy}"
             ) from error
 
     def next_incarnation(self, after: int = 0) -> int:

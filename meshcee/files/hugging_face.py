@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from meshcee.errors import MeshceeError, UsageError
+from meshcee.files import disk
 from meshcee.files.strict_json import dumps, loads
 from meshcee.files.tensor_files import save
 
@@ -88,7 +89,7 @@ def write(
         place.absolute().parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(dir=place.absolute().parent, prefix=f".{place.name}."))
     except OSError as error:
-        raise UsageError(f"{place} cannot be made: {error.strerror}") from error
+        raise disk.kind_of(error)(f"{place} cannot be made: {error.strerror}; {disk.remedy(error)}") from error
     try:
         with _quiet():
             done = _write(made, manifest, state, set(changed))

@@ -228,7 +228,7 @@ class TensorFile:
 
     def _refused(self, error: OSError) -> UsageError:
         error.filename = str(self.path)
-        return UsageError(f"cannot write {disk.refusal(error, self._size)}; {disk.remedy(error)}")
+        return disk.kind_of(error)(f"cannot write {disk.refusal(error, self._size)}; {disk.remedy(error)}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

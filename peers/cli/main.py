@@ -23,12 +23,12 @@ from typing import Annotated, Any
 import typer
 
 from meshcee import __version__
-from meshcee.errors import MeshceeError, NotNowError, UsageError
+from meshcee.errors import MeshceeError, UsageError
 from meshcee.files import disk
 from meshcee.files.steady import part_prints, steady_output, write_fact
 from meshcee.files.token_file import read_token
 from meshcee.user_code import thread_left
-from peers.cli.session import KINDS, printable, spin_briefly, write_job
+from peers.cli.session import KINDS, not_loaded, printable, spin_briefly, write_job
 from peers.cli.settings import config_file, defaults_of
 from peers.cli.settings.options import (
     Device,
@@ -666,9 +666,11 @@ def main(arguments: list[str] | None = None) -> None:
         said = f" ({error})" if str(error) else ""
         _fail(MeshceeError(f"no memory is left on this machine{said}; free some, then run the command again"), 1)
     except Exception as error:
+        if (unloaded := not_loaded(error)) is not None:
+            _fail(unloaded, unloaded.exit_code)
         if isinstance(error, OSError) and disk.is_refusal(error):  # a file that the user has named
-            kind = NotNowError if disk.is_full(error) else UsageError
-            _fail(kind(f"{disk.refusal(error)}; make room, or name another place"), kind.exit_code)
+            kind = disk.kind_of(error)
+            _fail(kind(f"{disk.refusal(error)}; {disk.remedy(error, 'name another place')}"), kind.exit_code)
         traceback.print_exc()
         _fail(error, 1)
     finally:
@@ -693,8 +695,6 @@ def _fail(error: BaseException, code: int) -> None:
     arguments: list[Any] = sys.argv
     if "--json" in arguments:
         write_fact({"error": type(error).__name__, "message": str(error), "exit_code": code})
-    hint = (
-        "" if isinstance(error, MeshceeError) else " (this is a bug of meshcee; please report it with the lines above)"
-    )
-    print(printable(f"meshcee: {error}{hint}"), file=sys.stderr)
+    bug = " (this is a bug of meshcee; please report it with the lines above)"
+    print(printable(f"meshcee: {error}{'' if isinstance(error, MeshceeError) else bug}"), file=sys.stderr)
     sys.exit(code)

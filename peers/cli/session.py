@@ -24,7 +24,7 @@ import structlog
 from rich.console import Console
 from rich.text import Text
 
-from meshcee.errors import MeshceeError, UsageError, unwrap
+from meshcee.errors import MeshceeError, NotNowError, UsageError, unwrap
 from meshcee.files import disk
 from meshcee.files.steady import written_apart
 from meshcee.user_code import import_job_file, under_way
@@ -38,6 +38,7 @@ __all__ = [
     "Screen",
     "configure_logging",
     "load_job",
+    "not_loaded",
     "parse_bytes",
     "printable",
     "run_async",
@@ -243,6 +244,7 @@ def spin_briefly(environment: MutableMapping[str, str]) -> None:
         environment.update(SETTINGS)
 
 
+NO_MEMORY = ("failed to map segment from shared object", "Cannot allocate memory")
 KINDS = ("text", "images", "huggingface", "table")
 
 
@@ -250,8 +252,10 @@ def write_job(kind: str, path: Path) -> None:
     """A job file that runs as it is, to be changed by its user. UsageError for a file that is there already."""
     if kind not in KINDS:
         raise UsageError(f"there is no job of the kind {kind!r:.40}: say {', '.join(KINDS)}")
-    if path.suffix != ".py" or not os.path.isdir(path.absolute().parent):
-        raise UsageError(f"{path}: a job is a Python file in a folder that is there, e.g. job.py")
+    if path.suffix != ".py":
+        raise UsageError(f"{path}: a job is a Python file, whose name ends with .py, as job.py")
+    if not os.path.isdir(path.absolute().parent):
+        raise UsageError(f"there is no folder {path.parent} for {path.name}: make it, or name a file in another one")
     text = Path(__file__).with_name("jobs").joinpath(f"{kind}.txt").read_text(encoding="utf-8")
     try:
         with path.open("x", encoding="utf-8") as file:
@@ -259,7 +263,21 @@ def write_job(kind: str, path: Path) -> None:
     except FileExistsError as error:
         raise UsageError(f"there is a file {path} already: name another one") from error
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; {disk.remedy(error)}") from error
+        raise disk.kind_of(error)(f"cannot write {path}: {error.strerror}; {disk.remedy(error)}") from error
+
+
+def not_loaded(error: BaseException) -> NotNowError | None:
+    """What to tell where the system had no memory for a library. The loader says that in words alone, and libraries add to them."""
+    at: BaseException | None = error
+    while at is not None:
+        said = str(at).strip()
+        if isinstance(at, ImportError | OSError) and said.endswith(NO_MEMORY):
+            return NotNowError(
+                f"this machine, or a limit of it, leaves meshcee no memory ({said}): free some, or raise the "
+                "limit (`ulimit -v` shows one, in KiB; a batch system has its own)"
+            )
+        at = at.__cause__ or at.__context__
+    return None
 
 
 def load_job(path: Path) -> Job:

@@ -127,8 +127,9 @@ def run_train(options: TrainOptions, *, as_json: bool) -> None:
             view.note("all steps are done, and the run ends now; Ctrl-C again ends it at once")
             return True
         if asked:
+            evaluated = "" if job.eval_data is None else ", and its evaluation"
             view.note(
-                "the run ends after this step, and its evaluation, once its weights are on disk; Ctrl-C again ends it at once"
+                f"the run ends after this step{evaluated}, once its weights are on disk; Ctrl-C again ends it at once"
             )
         return bool(asked)
 

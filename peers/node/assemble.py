@@ -55,6 +55,9 @@ __all__ = ["QUICK", "InProcess", "JoinOptions", "Node", "a_peer", "join"]
 log = structlog.get_logger()
 
 LASTING_S = 10 * 365 * 86400.0  # of a mesh inside one process, whose clock may be any
+LEADS_NOWHERE = (
+    "the line leads to this machine's own peer, which is not running: start it as before, with `meshcee peer`"
+)
 GREETINGS = 3  # tries to shake hands with a seed
 QUICK = Timeouts(announce_every_s=0.5, directory_poll_s=0.05, lease_confirm_s=0.05)  # within one process
 
@@ -76,7 +79,6 @@ class JoinOptions:
     direct_port: int = 0  # -1: none
     relay: bool = True  # a peer that computes passes on streams between members who cannot reach each other
     identity: Path | None = None
-    apart_from: Path | None = None  # an identity that another peer of this machine comes back with
     open: bool = False
     valid_s: float = 7 * 86400
     shape: str | None = None
@@ -257,7 +259,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
     from peers.node.admission import Admin, Membership, enrol, is_more, ledger_of, stay_member
     from peers.node.authority import authority_of
     from peers.node.device_process import DeviceProcess
-    from peers.node.founding import Founding
+    from peers.node.founding import Founding, down, founders
     from peers.transport.p2p import Direct, Libp2pTransport, P2PDaemon, RelayedTransport
 
     timeouts, limits = options.over(Timeouts()), Limits()
@@ -286,16 +288,22 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         if token is None:
             founding = stack.enter_context(Founding.of(home, chosen, is_open=options.open))
             listen, chosen = founding.listen(listen), founding.identity
-        file = stack.enter_context(home.identity_file(chosen, options.apart_from))
+        here = authority_of(home, token) if token is not None and token.grant is not None else None
+        apart = founders(home)
+        if here is not None and not options.compute:  # a command is no peer that comes back
+            apart.append(here.membership.identity)
+        file = stack.enter_context(home.identity_file(chosen, apart))
         identity = Identity.load_or_create(file)
         announce = [options.announce] if options.announce else []
         root = founding.root if founding is not None else None
         mesh = root.peer_id if root is not None else token.grant.root if token is not None and token.grant else None
         before = Membership.load(file, mesh) if mesh is not None else None
         known = before.holds(identity.peer_id, time.time()) if before is not None else None
-        others = Membership.met(home, mesh) if mesh is not None and (root is not None or known is not None) else ()
-        # Who founds a mesh calls others, and needs none of them; whose line is its own is told so.
-        joined = (*seeds, *others) if any(peer_of(seed) != identity.peer_id for seed in seeds) else seeds
+        needs_nobody = root is not None or known is not None or (here is not None and here.admin.lets_in)
+        others = Membership.met(home, mesh) if mesh is not None and needs_nobody else ()
+        joined = (*seeds, *others)
+        if seeds and {peer_of(address) for address in joined} <= {*down(home), identity.peer_id}:
+            raise JoinError(LEADS_NOWHERE)
         daemon = P2PDaemon(identity, listen=[listen], announce=announce, seeds=joined, timeouts=timeouts)
         await stack.enter_async_context(daemon)
         kept, admin = None, None
@@ -308,7 +316,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         elif token is not None and token.grant is not None:
             kept = before
             if known is None or is_more(token.grant, known):
-                if (here := authority_of(home, token)) is not None and here.admin.lets_in:
+                if here is not None and here.admin.lets_in:
                     kept = here.let_in(identity)
                 else:
                     shown = Members(token.grant.root, token.grant.pack())

@@ -17,9 +17,9 @@ import structlog
 
 from dht import Identity, MeshKey
 from meshcee.errors import JoinError, NotNowError, UsageError
-from meshcee.files import Home, disk, dumps, loads
+from meshcee.files import Home, disk, dumps, is_locked, loads
 
-__all__ = ["Founding", "founded", "founds_again"]
+__all__ = ["Founding", "down", "founded", "founders", "founds_again"]
 
 log = structlog.get_logger()
 
@@ -42,7 +42,7 @@ class Founding:
     def of(cls, home: Home, identity: Path | None, *, is_open: bool) -> Iterator[Founding]:
         """Of who starts a mesh, with or without a key, and with this identity if one was chosen: each is a mesh of its own.
 
-        NotNowError where its first peer runs already.
+        NotNowError where its first peer runs already, or another one with that one's identity.
         """
         base = identity or home.folder / "mesh"
         file = base.with_name(base.name + (".open.json" if is_open else ".founded.json"))
@@ -55,6 +55,8 @@ class Founding:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise NotNowError(_runs_already(kept)) from None
+            if identity is None and "identity" in kept and is_locked(Path(f"{kept['identity']}.lock")):
+                raise NotNowError(_is_taken(kept))
             key = MeshKey() if is_open else MeshKey.load_or_create(base.with_name(base.name + ".mesh-key"))
             root = None if is_open else Identity.load_or_create(_admin_key(base))
             yield cls(home, file, key, kept, identity, root)
@@ -102,6 +104,21 @@ def founded(home: Home, root: str | None = None) -> tuple[Identity, Path] | None
     return None
 
 
+def founders(home: Home) -> list[Path]:
+    """The identity files of first peers, in meshes with and without a key: who joins takes none of them."""
+    kinds, chosen = (".founded.json", ".open.json"), home.identities_elsewhere()
+    records = [file for folder in (home.folder, home.folder / "identities") for file in folder.glob("*.json")]
+    records += [one.with_name(one.name + kind) for one in chosen for kind in kinds]
+    found = [_read(file) for file in sorted(records) if file.name.endswith(kinds)]
+    return [Path(kept["identity"]) for kept in found if "identity" in kept]
+
+
+def down(home: Home) -> list[str]:
+    """The ids of those first peers, as far as none of this machine runs."""
+    files = [file for file in founders(home) if file.exists() and not is_locked(Path(f"{file}.lock"))]
+    return [Identity.load_or_create(file).peer_id for file in files]
+
+
 def founds_again(home: Home, identity: Path | None) -> bool:
     """Whether who starts a mesh with this identity, or chooses none, has founded it before."""
     return _founded_at(identity or home.folder / "mesh") is not None
@@ -136,4 +153,11 @@ def _runs_already(kept: dict[str, Any]) -> str:
     return (
         f"the first peer of mesh {kept.get('mesh')} runs on this machine already; to join that mesh:\n\n"
         f"  meshcee peer --join {token}\n\nto found another one beside it, set another MESHCEE_HOME"
+    )
+
+
+def _is_taken(kept: dict[str, Any]) -> str:
+    return (
+        f"a peer on this machine runs with {kept['identity']}, the identity of the first peer of mesh {kept.get('mesh')}: end "
+        f"that peer, or join beside it:\n\n  meshcee peer --join {kept.get('token')}"
     )

@@ -671,9 +671,8 @@ class Training:
             if begins:
                 self._store.forget_after(self.base.next_step if self.base is not None else 0)
         except OSError as error:
-            raise UsageError(
-                f"the run's folder cannot be written ({disk.refusal(error)}): make room, or set MESHCEE_HOME to another folder"
-            ) from error
+            told = f"{disk.refusal(error)}): {disk.remedy(error, 'set MESHCEE_HOME to another folder')}"
+            raise disk.kind_of(error)(f"the run's folder cannot be written ({told}") from error
         if self._fed is None and (self._samples is None or (run.folder / FED).exists()):
             from meshcee.sampling.fed import Fed
 

@@ -184,11 +184,17 @@ class Recovery:
 
     async def plan(self, request: PlanRequest) -> Planned:
         """Of as many stages as were asked for, or as there are peers for, or of any number."""
-        if request.stages is not None:
-            count = len(self._agent.devices(request.free, request.without))
-            with contextlib.suppress(PlanError):
-                return await self._ask(replace(request, stages=max(1, min(request.stages, count))))
-        return await self._ask(replace(request, stages=None))
+        if request.stages is None:
+            return await self._ask(request)
+        count = len(self._agent.devices(request.free, request.without))
+        try:
+            found = await self._ask(replace(request, stages=max(1, min(request.stages, count))))
+        except PlanError:
+            found = await self._ask(replace(request, stages=None))
+        stages = max(len(pipeline.stages) for pipeline in found.plan.pipelines)
+        if stages != request.stages:
+            log.warning(Event.STAGES_GIVEN_UP, asked=request.stages, stages=stages, peers=count)
+        return found
 
     async def _ask(self, request: PlanRequest) -> Planned:
         request = replace(request, parted=self._agent.parted(), hurried=True)

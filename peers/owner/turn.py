@@ -46,11 +46,15 @@ class Turn:
         """Return when no job is before this one, which then is announced as running; whether there was one. NotPermittedError
         where that is the run of this key: another standby was quicker."""
         directory, claim = self._agent.directory, _claim(key, 0, self._agent.peer_id)
-        told: list[str] = []
+        told, missed = list[str](), set[str]()
         if self._tell is not None:
             await self._publish(replace(self._record, state="waiting", claim=claim))
             await directory.refresh()
             while before := self._before(key):
+                if new := {r.peer_id for r in before} - directory.runs.keys() - missed:
+                    missed |= new
+                    await directory.refresh()  # runs are read more rarely than peers: it may have ended before it went
+                    continue
                 self._give_way(key, 0, [r for r in before if r.state == "running" and r.peer_id in directory.runs])
                 if (text := self._describe(before)) not in told[-1:]:
                     told.append(text)

@@ -221,6 +221,21 @@ async def test_a_quick_read_asks_nobody_where_this_peer_is_a_replica(
         assert "b" in asked
 
 
+async def test_who_only_looks_and_has_written_still_reads_what_others_write_later(tmp_path: Path) -> None:
+    """It kept its own entry, and quick reads ended there: an owner in line did not see that the job before had ended."""
+    async with (
+        one_peer(tmp_path, "a") as (a, _, _),
+        one_peer(tmp_path, "b", [a.address], client_mode=True) as (b, _, _),
+    ):
+        until, peers = time.time() + TTL_S, topic("peers", KEY)
+        for later_s in (0, 1):
+            assert await a.put("a", until + later_s)
+            found = await b.store.get(peers, quick=True)
+            assert found[a.identity.peer_id][1] == until + later_s
+            assert await b.put("b", until + later_s)
+            assert (await a.get()).keys() == {a.identity.peer_id, b.identity.peer_id}
+
+
 async def test_what_a_node_holds_for_others_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dht.kademlia.MAX_RECORDS", 3)
     async with one_peer(tmp_path, "a") as (a, _, _):

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from meshcee.errors import UsageError
+from dht import Identity, MeshKey
+from meshcee.errors import NotNowError, UsageError
 from meshcee.files import disk
 from meshcee.files.home import Home, Run
+from meshcee.files.tensor_files import save
 from meshcee.files.trouble import Trouble
 from peers.cli.ui.wishes import ask_to_stop
 from peers.owner.diary import Diary
@@ -211,8 +214,40 @@ def test_before_anything_runs_a_disk_that_refuses_is_the_users_to_mend(tmp_path:
     home = Home(tmp_path / "home")
     with disk.using(RefusingDisk(tmp_path, error)):
         for call in (home.next_incarnation, lambda: home.new_run("job"), lambda: home.identity_file().__enter__()):
-            with pytest.raises(UsageError, match=rf"{home.folder}.*: {os.strerror(error)}.*MESHCEE_HOME"):
+            with pytest.raises(UsageError, match=rf"{home.folder}.*: {os.strerror(error)}.*MESHCEE_HOME") as caught:
                 call()
+            check_kind(caught.value, error)
+
+
+def check_kind(caught: UsageError, error: int) -> None:
+    """A full disk is no wrong word, so a service tries again; nobody looks for permissions there, nor for room elsewhere."""
+    full = error == errno.ENOSPC
+    assert (type(caught), caught.exit_code) == ((NotNowError, 3) if full else (UsageError, 2))
+    assert ("make room" in str(caught), "permissions" in str(caught)) == (full, not full)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_secrets_of_a_first_peer_fail_alike(tmp_path: Path, error: int) -> None:
+    with disk.using(RefusingDisk(tmp_path, error)):
+        for call in (Identity.load_or_create, MeshKey.load_or_create):
+            with pytest.raises(UsageError, match=f"{tmp_path}.*{os.strerror(error)}") as caught:
+                call(tmp_path / "key")
+            check_kind(caught.value, error)
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_files_that_a_user_names_fail_alike(tmp_path: Path, error: int) -> None:
+    place = tmp_path / "out.safetensors"
+    with disk.using(RefusingDisk(tmp_path, error)):
+        for call in (
+            lambda: disk.publish(place, b"x"),
+            lambda: disk.check_place(place, "--out"),
+            lambda: save(place, {"a": torch.zeros(1)}),
+        ):
+            with pytest.raises(UsageError, match=os.strerror(error)) as caught:
+                call()
+            assert caught.value.exit_code == (3 if error == errno.ENOSPC else 2)
+            assert ("make room" in str(caught.value)) == (error == errno.ENOSPC)
 
 
 def test_a_home_that_is_no_folder_is_a_usage_error(tmp_path: Path) -> None:

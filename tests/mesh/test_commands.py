@@ -101,7 +101,8 @@ def test_doctor_compares_this_machine_with_the_mesh(mesh: Peers, tmp_path: Path)
     assert told["processes", "meshcee"]["level"] == "ok"
     invite, certificate = (one for (group, _), one in told.items() if group == "membership")
     assert "ends in 6 days" in invite["detail"]
-    assert certificate["what"].startswith("mesh …")
+    assert "member already" not in invite["detail"], "it was none before this command"
+    assert "none lie here yet" in certificate["detail"]
     assert "as 3 peers of that class" in told["exactness", "kernels"]["detail"]
 
 
@@ -538,6 +539,31 @@ def test_a_mesh_is_one_while_its_first_machine_is_down_and_once_that_is_back_els
     finally:
         for one in machines:
             one.close()
+
+
+@pytest.mark.slow
+def test_on_the_first_machine_a_line_leads_to_others_while_its_own_peer_is_down(tmp_path: Path) -> None:
+    with peers(tmp_path, 2) as mesh:
+        line, (first, second) = mesh.token, mesh.ids
+        mesh.kill(first)
+        assert second in names(line, tmp_path)
+        mesh.start("third", "--join", mesh.tokens[second])
+        mesh.token = ""
+        mesh.start("first")  # its identity was left to it
+        assert mesh.ids["first"] == mesh.ids[first]
+        for name in ("first", second, "third"):
+            mesh.kill(name)
+        wait_until("their p2pds have ended", lambda: not p2pds_of(tmp_path), 30)
+        done = meshcee("status", "--join", line, home=tmp_path, timeout_s=60)
+        assert done.code == 3
+
+
+@pytest.mark.slow
+def test_where_only_this_machines_own_peer_could_answer_it_is_named(tmp_path: Path) -> None:
+    with peers(tmp_path, 1, "--open") as mesh:
+        mesh.kill("peer-0")
+        done = meshcee("status", "--join", mesh.token, home=tmp_path, timeout_s=15)
+        assert (done.code, "this machine's own peer, which is not running" in done.err) == (3, True), done.err
 
 
 def knows(home: Path, count: int) -> bool:

@@ -92,7 +92,9 @@ def _sum(findings: Sequence[Finding], took_s: float) -> str:
 
 
 async def _gather(token: str | None, invite: Token | None, home: Home) -> Facts:
-    """Before this process starts helpers of its own or computes, those of others are counted. The rest runs side by side."""
+    """Before this process starts helpers of its own, computes or joins, what is here already is looked at. The rest runs side by
+    side."""
+    kept = _seen(lambda: machine.passes(home))
     processes, shared = _seen(machine.processes), await asyncio.to_thread(_seen, machine.shared)
     packages = await asyncio.to_thread(machine.packages)
     device = _seen(machine.device)
@@ -111,7 +113,7 @@ async def _gather(token: str | None, invite: Token | None, home: Home) -> Facts:
         network.result(),
         machine.open_files(),
         guards.result(),
-        _seen(lambda: machine.passes(home)),
+        kept,
         processes,
         exactness.result(),
         shared,

@@ -96,6 +96,7 @@ class Folder:
     path: str
     free: int
     problem: str = ""
+    is_full: bool = False
 
 
 @dataclass(frozen=True)

@@ -251,18 +251,14 @@ def _shared(found: Shared) -> Iterator[Finding]:
 def _folder(folder: Folder) -> Finding:
     text = f"{folder.path} has {size(folder.free)} free"
     name = "MESHCEE_HOME" if folder.what == "home" else "TMPDIR"
+    if folder.is_full or (folder.free < LEAST_DISK_BYTES and not folder.problem):
+        detail = f"{text}: {folder.problem}" if folder.problem else text
+        return bad(
+            "files", folder.what, detail, f"make room, or set {name} to a folder on another disk", errors.NotNowError
+        )
     if folder.problem:
-        return bad(
-            "files",
-            folder.what,
-            f"{folder.path} cannot be written: {folder.problem}",
-            f"make room, check owner and permissions, or set {name} to another folder",
-            errors.UsageError,
-        )
-    if folder.free < LEAST_DISK_BYTES:
-        return bad(
-            "files", folder.what, text, f"make room, or set {name} to a folder on another disk", errors.UsageError
-        )
+        mend = f"check owner and permissions, or set {name} to another folder"
+        return bad("files", folder.what, f"{folder.path} cannot be written: {folder.problem}", mend, errors.UsageError)
     if folder.free < LITTLE_DISK_BYTES:
         mend = f"make room (`meshcee run list` shows old runs), or set {name} to a folder on another disk"
         return warn("files", folder.what, f"{text}, and checkpoints take room", mend)

@@ -33,7 +33,7 @@ from dht import Members
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import Versions
-from meshcee.files import Home, is_locked, limits, loads
+from meshcee.files import Home, disk, is_locked, limits, loads
 from peers.cli.doctor.facts import Device, Folder, Guards, Memory, Network, Package, Pass, Process, Shared, Unseen
 from peers.cli.joining.owner_use import busy_core_seconds
 
@@ -199,7 +199,7 @@ def _folder(what: str, path: Path) -> Folder:
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        return Folder(what, str(path), free, error.strerror or str(error))
+        return Folder(what, str(path), free, error.strerror or str(error), disk.is_full(error))
     return Folder(what, str(path), free)
 
 

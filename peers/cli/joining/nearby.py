@@ -19,7 +19,7 @@ from meshcee.files import Home
 from meshcee.files.steady import write_fact
 from peers.cli.joining.lines import line_file, write_line
 from peers.cli.session import Screen, run_async
-from peers.node.founding import founds_again
+from peers.node.founding import founders, founds_again
 from peers.node.nearby import Code, CodeWindow, Door, Ending, Found, announced, ask, browse, fresh_label
 
 __all__ = ["CODE_ADDRESSES", "CODE_USES", "line_by_code", "run_code", "show_code", "show_codes"]
@@ -112,7 +112,7 @@ def _exchanged(
             except UsageError as error:
                 console.print(f"{error}.")
         try:
-            with home.identity_file(identity) as file:
+            with home.identity_file(identity, founders(home)) as file:
                 me = Identity.load_or_create(file).peer_id
                 return run_async(ask(found.addresses, found.port, found.label, code, me))
         except NotPermittedError as error:

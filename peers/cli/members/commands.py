@@ -136,6 +136,6 @@ def _authority(token: str | None) -> Authority:
 
 
 def _options(admin: Authority, token: str | None, name: str) -> JoinOptions:
-    """Of a command on an admin's machine. Its peer may be down: nobody else comes as that one."""
+    """Of a command on an admin's machine, whose peer may be down."""
     way_in = admin.way_in(Token.parse(token) if token else None)
-    return JoinOptions(token=way_in, name=name, observes=True, apart_from=admin.membership.identity)
+    return JoinOptions(token=way_in, name=name, observes=True)

@@ -92,7 +92,12 @@ Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, one
 JobFile = Annotated[Path, typer.Argument(help="A Python file that defines `job = meshcee.Job(...)`.")]
 PeerName = Annotated[str, typer.Argument(help="A peer's name, its id, or how that begins.")]
 RunName = Annotated[str, typer.Argument(help="A run's id, its beginning, or last.", autocompletion=runs_here)]
-Stages = Annotated[int | None, typer.Option(min=1, help="Use exactly this many stages; default: the planner decides.")]
+Stages = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Use exactly this many stages, after a loss fewer if need be; default: the planner decides."
+    ),
+]
 Valid = Annotated[str, typer.Option(help="How long the printed token admits peers, e.g. 12h, 7d.")]
 ShownRun = Annotated[
     str | None,

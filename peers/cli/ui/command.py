@@ -12,7 +12,11 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
+import structlog
+
+from dht import Directory
 from meshcee.errors import UsageError
+from meshcee.events import Event
 from meshcee.files import Home, Run, disk
 from meshcee.files.steady import write_fact
 from peers.cli.session import Screen, configure_logging, run_async
@@ -22,7 +26,9 @@ from peers.cli.ui.sources import FolderSource, MeshSource, Source, Tail
 from peers.cli.ui.watching import needs_ui
 from peers.node import JoinOptions, join
 
-__all__ = ["run_report", "run_ui"]
+__all__ = ["run_report", "run_ui", "tell_when_alone"]
+
+log = structlog.get_logger()
 
 LISTED = 200  # runs
 LAST_BYTES = 1 << 16  # of a run's reports, which hold the last
@@ -84,7 +90,18 @@ async def _ui(
         return
     async with join(JoinOptions(token=token, name="ui", observes=True), home) as mesh:
         first = Acts(role_in(mesh.agent, home, token), {"drain": drains(mesh.agent)})
+        mesh.agent.spawn(tell_when_alone(mesh.agent.directory))
         await serve(MeshSource(mesh.agent))
+
+
+async def tell_when_alone(directory: Directory) -> None:
+    """In the terminal, as long as this is not cancelled: the page may be in another window, or closed."""
+    while True:
+        await directory.wait_for(lambda: directory.peers)
+        await directory.wait_for(lambda: not directory.peers)
+        log.warning(Event.MESH_GONE)
+        await directory.wait_for(lambda: directory.peers)
+        log.warning(Event.MESH_BACK, peers=len(directory.peers))
 
 
 def say(address: str, *, as_json: bool) -> None:

@@ -105,7 +105,10 @@ def wish_checkpoint(run: Run) -> None:
     try:
         (place / CHECKPOINT).touch()
     except OSError as error:
-        raise UsageError(f"run {run.id} cannot be asked ({disk.refusal(error)}): make room, then ask again") from error
+        first = "make room" if disk.is_full(error) else "check the owner and permissions of its folder"
+        raise disk.kind_of(error)(
+            f"run {run.id} cannot be asked ({disk.refusal(error)}): {first}, then ask again"
+        ) from error
 
 
 def mark_stop(run: Run, pid: int) -> bool:

@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +44,7 @@ log = structlog.get_logger(__name__)
 KEPT_LINES = 30  # of p2pd's output, for errors
 KEPT_CHARS = 400  # of each line
 START_S = 30.0  # until p2pd says its peer id: it reads a key and opens a port, but a machine may be busy
+SILENT_S = 2.0  # until somebody who waits hears that no seed has answered
 RESTARTS = 8  # in a row that fail before we give up
 LOOK_EVERY_S = 5.0  # whether a p2pd that runs also answers
 RETRY_S, MOST_RETRY_S = 0.5, 10.0  # until what failed after a restart is tried again
@@ -350,6 +352,9 @@ class P2PDaemon:
             )
         failures: dict[str, str] = {}
         pause_s = 0.5
+        more = {"and_others": len(self.seeds) - 1} if len(self.seeds) > 1 else {}
+        waiting = partial(log.warning, Event.NO_ANSWER_YET, at=self.seeds[0], **more, until_s=self.timeouts.join_s)
+        silent = asyncio.get_running_loop().call_later(SILENT_S, waiting)
         try:
             async with asyncio.timeout(self.timeouts.join_s):
                 while True:
@@ -369,6 +374,8 @@ class P2PDaemon:
                 f"no peer of the mesh answered within {self.timeouts.join_s:g} s: check that one of them runs and that "
                 f"its address and port are reachable from here, or ask for a new token{said}"
             ) from error
+        finally:
+            silent.cancel()
 
 
 def _reason(problem: str, seed: str) -> str:

@@ -111,6 +111,12 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str, str]] = {  # what is planted; 
         "home",
         "MESHCEE_HOME",
     ),
+    "disk without inodes": (
+        {"folders": (Folder("home", "/a", GIB, "No space", is_full=True),)},
+        "bad",
+        "home",
+        "make room, or",
+    ),
     "full /tmp": ({"folders": (Folder("temporary files", "/tmp", 0),)}, "bad", "temporary files", "TMPDIR"),
     "unsupported torch": ({"versions": replace(OURS, torch="2.5.1")}, "warn", "versions", "torch>=2.11"),
     "other torch": (
@@ -343,7 +349,14 @@ def test_a_planted_fault_is_named_with_its_mend(fault: str) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "code"),
-    [("wrong clock", 3), ("full disk", 2), ("expired certificate", 8), ("unequal self-test", 10), ("little memory", 5)],
+    [
+        ("wrong clock", 3),
+        ("full disk", 3),
+        ("read-only home", 2),
+        ("expired certificate", 8),
+        ("unequal self-test", 10),
+        ("little memory", 5),
+    ],
 )
 def test_what_is_bad_has_the_exit_code_of_commands_that_fail_by_it(fault: str, code: int) -> None:
     (found,) = problems(replace(GOOD, **FAULTS[fault][0]))

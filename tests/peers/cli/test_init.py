@@ -43,7 +43,12 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "says"), [("sound", "job.py", "text, images"), ("text", "job.txt", "Python file")]
+    ("kind", "name", "says"),
+    [
+        ("sound", "job.py", "text, images"),
+        ("text", "job.txt", "Python file"),
+        ("text", "sub/job.py", "no folder .*sub for job.py"),
+    ],
 )
 def test_what_cannot_be_written_is_refused(tmp_path: Path, kind: str, name: str, says: str) -> None:
     with pytest.raises(UsageError, match=says):

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import signal
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from meshcee.errors import UsageError
 from meshcee.files import Home, disk
 from meshcee.user_code import JOB_FILE
 from peers.cli.main import app, main
-from peers.cli.session import configure_logging, load_job, run_async, short_ids, waiting
+from peers.cli.session import configure_logging, load_job, not_loaded, run_async, short_ids, waiting
 from peers.cli.settings.file import subcommands
 from peers.cli.train import TrainOptions, again_with, run_train
 from peers.cli.ui.wishes import mark_stop
@@ -310,8 +311,10 @@ def test_ctrl_c_at_the_owner_is_the_one_signal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`meshcee run stop` behind it was the second, which threw away what the run was saving."""
-    view = interrupted(tmp_path, monkeypatch, 1)
+    notes: list[str] = []
+    view = interrupted(tmp_path, monkeypatch, 1, notes=notes)
     assert view.asks_first == [False]
+    assert any("ends after this step, once its weights" in note for note in notes), "it has nothing to evaluate"
     assert "Stopped: " in (said := capsys.readouterr().out)
     assert "; weights in org-x-stopped.safetensors\n" in said, "the job's name is no path"
     assert Path("org-x-stopped.safetensors").exists()
@@ -454,3 +457,29 @@ def test_a_job_of_another_name_is_told_of(tmp_path: Path) -> None:
     path.write_text(JOB.replace("LR", "0.1").replace("job = ", "training = "))
     with pytest.raises(UsageError, match="it has one of the name training"):
         load_job(path)
+
+
+def test_a_library_that_a_limit_of_memory_keeps_out_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB.replace("LR", "0.1"))
+    limited = f'ulimit -v 400000; exec "{sys.executable}" -m meshcee train job.py --local 1'
+    root = str(Path(__file__).parents[3])
+    done = subprocess.run(
+        ["bash", "-c", limited],
+        cwd=tmp_path,
+        env={**os.environ, "MESHCEE_HOME": str(tmp_path / "home"), "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (3, False), done.stderr
+    assert "`ulimit -v` shows one" in done.stderr
+
+
+def test_what_else_could_not_be_loaded_is_no_lack_of_memory() -> None:
+    said = "libx.so: failed to map segment from shared object"
+    assert not_loaded(ImportError(f"{said}: Operation not permitted")) is None, "a folder from which nothing is run"
+    assert not_loaded(ValueError(said)) is None
+    wrapped = ImportError("please read this")
+    wrapped.__cause__ = ImportError(f"{said}\n")
+    assert said in str(not_loaded(wrapped))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from meshcee.errors import UsageError
+from meshcee.events import Event
 from meshcee.files import Home, Run, dumps
 from meshcee.picture import Painter, Picture
 from peers.cli.main import main
-from peers.cli.ui.command import listed
+from peers.cli.ui.command import listed, tell_when_alone
 from peers.cli.ui.page import FILES, read_file
 from peers.cli.ui.sources import FolderSource, Tail
 from tests.picture.test_picture import plan, report, status
@@ -197,6 +198,34 @@ async def test_runs_are_listed_and_each_has_its_stream(tmp_path: Path) -> None:
         for wanted in ("", "nothing", "../../etc", "%00"):
             async with session.get(at(site, f"/live?run={wanted}&token={site.token}")) as answer:
                 assert answer.status == 404
+
+
+class Seen:
+    """A directory, as far as who looks waits for who is there."""
+
+    def __init__(self) -> None:
+        self.peers: dict[str, str] = {}
+        self.changed = asyncio.Condition()
+
+    async def wait_for(self, condition: Callable[[], Any]) -> None:
+        async with self.changed:
+            await self.changed.wait_for(condition)
+
+    async def see(self, *peers: str) -> None:
+        self.peers = dict.fromkeys(peers, "")
+        async with self.changed:
+            self.changed.notify_all()
+        await asyncio.sleep(0.01)
+
+
+async def test_the_terminal_is_told_once_that_nobody_is_there_any_more_and_that_somebody_is_again() -> None:
+    seen: Any = Seen()
+    with capture_logs() as told:
+        telling = asyncio.create_task(tell_when_alone(seen))
+        for peers in ((), ("a", "b"), ("b",), (), (), ("b",)):
+            await seen.see(*peers)
+        telling.cancel()
+    assert [line["event"] for line in told] == [Event.MESH_GONE, Event.MESH_BACK]
 
 
 async def test_streams_are_few(tmp_path: Path) -> None:

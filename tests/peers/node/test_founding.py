@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dht import Identity
 from meshcee.errors import NotNowError, UsageError
 from meshcee.files.home import Home
-from peers.node.founding import Founding
+from peers.node.founding import Founding, down, founders
 from peers.transport.p2p import reserve
 
 
@@ -36,6 +37,22 @@ def test_it_comes_back_as_it_was_whoever_holds_the_first_identity_meanwhile(tmp_
     with home.identity_file(), home.identity_file():
         pass
     assert (tmp_path / "mesh.founded.json").stat().st_mode & 0o077 == 0, "it holds the key"
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_who_joins_leaves_the_first_peers_identity_to_it(tmp_path: Path, is_open: bool) -> None:
+    home = Home(tmp_path)
+    _, first, _ = started(home, is_open=is_open)
+    assert (founders(home), down(home)) == ([first], []), "it has never been up"
+    me = Identity.load_or_create(Path(str(first))).peer_id
+    with home.identity_file(None, founders(home)) as joined, home.identity_file(None, founders(home)) as another:
+        assert len({first, joined, another}) == 3
+        assert down(home) == [me]
+        assert started(home, is_open=is_open)[1] == first
+    with home.identity_file(Path(str(first)), founders(home)) as chosen:
+        assert (chosen, down(home)) == (first, [])
+        with pytest.raises(NotNowError, match=r"(?s)runs with .*0\.key.* join beside it:.* --join TOKEN$"):
+            started(home, is_open=is_open)
 
 
 def test_each_identity_that_is_chosen_and_an_open_mesh_are_meshes_of_their_own(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def test_a_command_of_an_admins_machine_dials_others_too_and_comes_as_another_pe
 
     with home.identity_file() as file:
         assert Identity.load_or_create(file).peer_id == first.peer_id, "who leaves nothing out comes as the peer itself"
-    with home.identity_file(None, found.membership.identity) as file:
+    with home.identity_file(None, [found.membership.identity]) as file:
         assert Identity.load_or_create(file).peer_id != first.peer_id
 
 

@@ -16,11 +16,12 @@ from structlog.testing import capture_logs
 
 from benchmarks import virtual_chaos
 from benchmarks.virtual_chaos import STEPS, expected, job_of, quick_planning, stormy
-from meshcee.errors import UsageError
+from meshcee.errors import NotNowError, UsageError
 from meshcee.events import Event
 from meshcee.files import disk
 from meshcee.files.home import Home, Run
 from meshcee.job import Job
+from peers.node.early import look_for
 from peers.owner.epoch import Report
 from peers.state.checkpoint import Checkpoint, CheckpointStore
 from peers.state.policy import RETRY_S
@@ -200,6 +201,8 @@ def test_a_file_system_that_is_full_takes_whole_files_or_none(small: Path) -> No
         assert str(small / name) in disk.refusal(caught.value, 100_000)
         assert "100,000 bytes are needed, 0 are free" in disk.refusal(caught.value, 100_000)
         assert disk.is_refusal(caught.value)
+    with pytest.raises(NotNowError, match="make room, or set MESHCEE_HOME"):
+        look_for(None, Home(small), None)  # before a capture
     assert (small / "terms").read_bytes() == b"1"
     assert (small / "lines").read_bytes() == b"one\n"
     assert sorted(path.name for path in small.iterdir()) == ["ballast", "lines", "terms"]

@@ -177,6 +177,8 @@ async def test_a_killed_member_is_replaced_by_those_who_are_left(tmp_path: Path,
         assert result.plan is not None
         assert len(result.plan.pipelines[0].stages) == 2
     assert_undisturbed(result, told, home)
+    (fewer,) = [entry for entry in logged if entry["event"] == Event.STAGES_GIVEN_UP]
+    assert (fewer["asked"], fewer["stages"], fewer["peers"]) == (3, 2, 2)
     (course,) = [entry for entry in logged if entry["event"] == Event.RUN_GOES_ON]
     assert list(course["seconds"]) == ["called", "planned", "ready", "first step", "new step"]
     assert 0 < course["seconds"]["called"] <= course["seconds"]["new step"] < 10

@@ -13,11 +13,14 @@ import pytest
 
 from benchmarks import virtual_chaos
 from benchmarks.virtual_chaos import quick_planning, stormy
+from dht import RunRecord
+from meshcee.config import Timeouts
 from meshcee.errors import PlanError
 from meshcee.files.home import Home
 from meshcee.job import Job
 from peers.node.mesh import Mesh
 from peers.owner.epoch import Report
+from peers.owner.turn import Turn
 from tests.peers.owner.test_recovery import a_mesh, assert_undisturbed, captured_job, job_of
 from tests.rig.virtual_time import virtual_time
 
@@ -37,6 +40,39 @@ class Gated:
     def __call__(self, target: Any) -> float:
         assert self.gate.wait(30)
         return float(len(target))
+
+
+class Polled:
+    """A mesh as an owner in line polls it: peers at once, runs more rarely, unless it asks."""
+
+    def __init__(self, first: RunRecord, others: dict[str, str]) -> None:
+        self.peer_id, self.directory, self.timeouts = "me", self, Timeouts()
+        self.runs, self.over = {first.peer_id: first}, set[str]()
+        self._polls = iter((self.leave, self.expire))
+        self.clock = self.monotonic = lambda: self.now_s
+        self.now_s, self.said_over, self.names = 100.0, False, lambda: others
+
+    def leave(self) -> None:
+        self.runs, self.said_over = {}, True
+
+    def expire(self) -> None:
+        self.now_s += 3600
+
+    async def wait_for_change(self) -> None:
+        next(self._polls)()
+
+    async def refresh(self) -> None:
+        self.over = {"first"} if self.said_over else set()
+
+    async def publish(self, record: RunRecord) -> None:
+        assert record.peer_id == "me"
+
+
+async def test_who_waits_asks_whether_an_owner_that_has_left_had_ended_its_run() -> None:
+    told: list[str] = []
+    mesh: Any = Polled(RunRecord("first", 1.0, "job", since=1.0), {"first": "anna"})
+    assert await Turn(mesh, "job", told.append).wait("key")
+    assert (told, mesh.now_s) == (["waiting: 'job' of anna is running"], 100.0)
 
 
 @pytest.mark.slow

@@ -17,11 +17,13 @@ from typing import Any
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from dht.addresses import MAX_ADDRESSES
 from dht.signing import Identity
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, UsageError
+from meshcee.events import Event
 from peers.transport.p2p import p2pd as module
 from peers.transport.p2p.interfaces import announced, multiaddress, reserve
 from peers.transport.p2p.launcher import remove
@@ -206,9 +208,11 @@ async def test_a_seed_that_says_nothing_is_not_waited_for_once_another_has_answe
 
 async def test_when_all_seeds_are_dead_each_is_named_with_its_reason(tmp_path: Path) -> None:
     dead = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{Identity.generate().peer_id}" for port in (9, 11)]
-    with pytest.raises(JoinError, match="no peer of the mesh answered within 3 s") as caught:
+    with pytest.raises(JoinError, match="no peer of the mesh answered within 3 s") as caught, capture_logs() as told:
         async with daemon(tmp_path, seeds=dead):
             pytest.fail("joined")
+    (line,) = (line for line in told if line["event"] == Event.NO_ANSWER_YET)
+    assert (line["at"], line["and_others"], line["until_s"]) == (dead[0], 1, 3.0), "who waits hears for what"
     for seed in dead:
         assert f"{seed}: dial tcp4" in str(caught.value)
     assert str(caught.value).count("connection refused") == 2
