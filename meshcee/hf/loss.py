@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -18,7 +19,17 @@ from meshcee.eager import in_full
 from meshcee.errors import UsageError
 from meshcee.hf.library import transformers
 
-__all__ = ["Counting", "base_of", "counted", "divides", "eval_loss", "full_loss_of", "loss_of", "losses_of", "weight_of"]
+__all__ = [
+    "Counting",
+    "base_of",
+    "counted",
+    "divides",
+    "eval_loss",
+    "full_loss_of",
+    "loss_of",
+    "losses_of",
+    "weight_of",
+]
 
 IGNORED = -100
 KEPT_LOSS, KEPT = "kept_loss", "kept"  # metrics of a Job
@@ -62,16 +73,20 @@ class Counting:
 
 def counted(model: nn.Module, counting: Counting) -> nn.Module:
     """The same modules and weights; called with labels, it divides its loss by their number. The model stays as it is."""
-    kind = type(model)
+    kind, found = type(model), copy.copy(model)
+    own = vars(found).pop("forward", None)  # of a library that has patched this one object
 
     def forward(self: nn.Module, *args: Any, **inputs: Any) -> Any:
         if inputs.get("labels") is not None:
             items = counting.items(inputs)
             # Of none: a step's loss of 0, and in an evaluation 0 / 0, as the library has it.
             inputs["num_items_in_batch"] = items.clamp(min=1) if self.training else items
-        return kind.forward(self, *args, **inputs)
+        if own is None:
+            return kind.forward(self, *args, **inputs)
+        if isinstance(own, MethodType) and own.__self__ is model:
+            return own.__func__(self, *args, **inputs)
+        return own(*args, **inputs)
 
-    found = copy.copy(model)
     found.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return found
 

@@ -114,7 +114,9 @@ def lengths_of(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[tuple[str, in
 class Outputs:
     """A metric of a Job that keeps what the model returned for each micro-batch of an evaluation."""
 
-    def __init__(self, ignored: Collection[str], preprocess: Callable[[Any, Any], Any] | None = None, *, widens: bool = False) -> None:
+    def __init__(
+        self, ignored: Collection[str], preprocess: Callable[[Any, Any], Any] | None = None, *, widens: bool = False
+    ) -> None:
         """`widens`: autocast has computed, and everybody else gets fp32."""
         self._ignored, self._preprocess = {*ignored, "loss"}, preprocess
         self._widens = widens
@@ -128,7 +130,10 @@ class Outputs:
         )
         logits = tuple(value for value in given if isinstance(value, torch.Tensor | tuple | list | Mapping))
         labels = tuple(target.get("labels", {}).values()) or None
-        logits, labels = _alone(tree_map_only(torch.Tensor, in_full, logits) if self._widens else logits), _alone(labels)
+        logits, labels = (
+            _alone(tree_map_only(torch.Tensor, in_full, logits) if self._widens else logits),
+            _alone(labels),
+        )
         if self._preprocess is not None:
             logits = self._preprocess(logits, labels)
         self._found[int(target["place"][0])] = logits, labels

@@ -376,7 +376,7 @@ def test_a_subclass_that_computes_steps_itself_is_refused(tmp_path: Path) -> Non
         def compute_loss(self, *_: Any) -> Any:
             raise AssertionError
 
-    with pytest.raises(UsageError, match=r"Mine\.compute_loss would never be called"):
+    with pytest.raises(UsageError, match=r"Mine\.compute_loss at \S+test_trainer\.py:\d+ would never be called"):
         Mine(llama(), arguments(tmp_path))
 
 
