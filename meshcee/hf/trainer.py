@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from meshcee.callbacks import Callback
-from meshcee.errors import CheckpointError, UsageError
+from meshcee.errors import CheckpointError, MeshceeError, UsageError
 from meshcee.events import Event
 from meshcee.files import Home
 from meshcee.hf import arguments
@@ -89,7 +89,7 @@ class Trainer:
             log.warning(Event.ALONE)
         self._job: Job | None = None
         self._job_told: Mapping[str, Any] = {}  # what it was built from, or what stood here when a user set it
-        self._job_is_users = False
+        self._job_is_users = self._has_trained = False
         self._prepare()
         model.train()
         own = [one for one in callbacks or () if not _is_meshcees(one)]
@@ -192,13 +192,21 @@ class Trainer:
         began_s = time.time()
         join, local = self._where
         heard = [bridge, *self._callbacks]
-        result = trained(job, join=join, local=local, keeps=True, resume=resume, callbacks=heard)
+        if self._has_trained and resume is None:
+            log.warning(Event.FRESH_OPTIMIZER)
+        try:
+            result = trained(job, join=join, local=local, keeps=True, resume=resume, callbacks=heard)
+        except MeshceeError as error:
+            how = "`train(resume_from_checkpoint=True)`"
+            error.args = (re.sub(r"`meshcee train JOB\.py --resume [^`]*`", how, str(error)), *error.args[1:])
+            raise
+        self._has_trained = True
         self.model.load_state_dict(self._best(result) or result.state_dict)
         self.callback_handler.model = self.model
         losses = result.losses[bridge.begins :]
         loss = sum(losses) / max(len(losses), 1)
         figures = self._speed("train", began_s, len(losses) * job.batch_size, len(losses)) | {"train_loss": loss}
-        bridge.log(dict(figures))
+        bridge.log(figures)  # which adds the epoch to them
         bridge.end()
         self.control = bridge.control
         return library.trainer_utils.TrainOutput(self.state.global_step, loss, figures)
@@ -237,7 +245,7 @@ class Trainer:
             steps=steps,
             seed=args.seed,
             workers=args.dataloader_num_workers,
-            clip_norm=args.max_grad_norm or None,
+            clip_norm=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
             precision="bf16-mixed" if args.bf16 else "fp32",
             recompute=bool(args.activation_checkpointing),
             eval_data=held_out,
