@@ -74,7 +74,11 @@ def _eagerly(model: nn.Module, job: Job, example: tuple[Any, Any]) -> None:
     """Of what cannot be captured: UsageError if it fails on the same samples without any capture, as it will elsewhere."""
     hushed = contextlib.redirect_stdout(io.StringIO())  # it has printed and warned already
     with (
-        torch.random.fork_rng(devices=[]), hushed, warnings.catch_warnings(action="ignore"), as_trained(model, job), job.autocast()
+        torch.random.fork_rng(devices=[]),
+        hushed,
+        warnings.catch_warnings(action="ignore"),
+        as_trained(model, job),
+        job.autocast(),
     ):
         give_memory(model)
         try:

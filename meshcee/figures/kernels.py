@@ -134,11 +134,16 @@ def with_classes(plan: Plan, devices: Mapping[str, DeviceProfile], threads: int)
     return replace(plan, threads=threads, kernels=tuple(found))
 
 
-def remark(plan: Plan, devices: Mapping[str, DeviceProfile]) -> str | None:
-    """What people should know of a plan's bits: the plain loop that has them, or that none has."""
+def remark(plan: Plan, devices: Mapping[str, DeviceProfile], *, mixed: bool = False) -> str | None:
+    """What people should know of a plan's bits: the plain loop that has them, or that none has. `mixed`: under autocast."""
     classes = list(dict.fromkeys(class_of(devices[p], plan.threads) for p in plan.peers if p in devices))
     if not classes:
         return None
+    if mixed and any(of.kind != "cpu" for of in classes):
+        return (
+            "what computes in 16 bits is what torch.autocast has for CPUs, and for GPUs it has other lists: no plain loop on a GPU "
+            "has these bits"
+        )
     if len(classes) == 1:
         if plan.codecs or plan.shares_samples:
             return f"kernel class: {classes[0]}"

@@ -254,14 +254,14 @@ async def _train(
             plan, _, notes = await mesh.plan(job, captured, options.stages, given)
             names = mesh.agent.names()
             view.plan(plan, names)
-            for line in (*_memory(job, captured, plan, mesh), *_bits(plan, mesh), *remarks(plan), *notes):
+            for line in (*_memory(job, captured, plan, mesh), *_bits(job, plan, mesh), *remarks(plan), *notes):
                 view.note(named(line, names))
             return None
         current.append(mesh)
 
         def show(plan: Plan, names: Mapping[str, str]) -> None:
             view.plan(plan, names)
-            for note in (*_bits(plan, mesh), *remarks(plan), *mesh.result.notes):
+            for note in (*_bits(job, plan, mesh), *remarks(plan), *mesh.result.notes):
                 view.note(named(note, names))
 
         resume, after = options.resume, ""
@@ -302,11 +302,11 @@ async def _train(
         return mesh.result
 
 
-def _bits(plan: Plan, mesh: Mesh) -> Iterator[str]:
+def _bits(job: Job, plan: Plan, mesh: Mesh) -> Iterator[str]:
     """With which plain loop the run has its bits in common."""
     known = mesh.agent.directory.peers
     devices = {peer: d for peer in plan.peers if peer in known and (d := known[peer].device) is not None}
-    if (told := remark(plan, devices)) is not None:
+    if (told := remark(plan, devices, mixed=job.precision == "bf16-mixed")) is not None:
         yield told
 
 

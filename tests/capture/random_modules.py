@@ -191,6 +191,24 @@ def typed(m: Module, i: int, a: torch.Tensor, b: torch.Tensor, v: int) -> torch.
 
 
 @step
+def narrow(m: Module, i: int, a: torch.Tensor, b: torch.Tensor, v: int) -> torch.Tensor:
+    """Regions of autocast, with shared weights, einsum, a region inside of another, and none that records gradients."""
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=v % 7 != 0):
+        made = m.tied(a) + m.again(b)
+        if v % 5 == 0:
+            made = torch.einsum("ij,kj->ik", made, m.turned) + m.norm(made)
+        if v % 5 == 1:
+            with torch.no_grad():
+                made = made + m.tied(b)
+        if v % 5 == 2:
+            with torch.autocast("cpu", enabled=False):
+                made = m.tied(made.float() + b.float())
+        if v % 5 == 3:
+            made = torch.cat([made, a], -1)[:, ::2] + F.mse_loss(made, b)
+    return (made + m.same[v % 2](a)).to(a.dtype)
+
+
+@step
 def in_place(m: Module, i: int, a: torch.Tensor, b: torch.Tensor, v: int) -> torch.Tensor:
     out = a * 1.5
     if v % 5 == 0:

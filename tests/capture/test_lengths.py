@@ -241,3 +241,36 @@ def test_a_t5_over_lengths_of_its_own_for_inputs_and_labels() -> None:
     job = job_of(model, data=data, collate=padded, loss=lambda out, y: out.loss, steps=3)
     found = meshcee.check(job, stages=(3,), steps=3)
     assert found.equal, found.differs
+
+
+class Words(nn.Module):
+    """A model of words, with `before` learned places in front of each text, as prompt tuning has."""
+
+    def __init__(self, before: int) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.before = nn.Parameter(torch.randn(before, 8))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        prompt = self.before.expand(len(ids), -1, -1)
+        found: torch.Tensor = self.head(torch.cat([prompt, self.tokens(ids)], 1))
+        return found
+
+
+def of_the_next(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    logits = logits[:, -ids.shape[1] :]
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("before", [0, 3])
+def test_a_length_and_one_more_or_less_may_be_flattened_with_the_samples(before: int) -> None:
+    """n * (length - 1) rows are a multiple of n samples, however they are written."""
+
+    def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return ids, ids.clone()
+
+    data = [torch.randint(16, (5 + i % 7,)) for i in range(16)]
+    job = job_of(Words(before), loss=of_the_next, data=data, collate=padded, batch_size=8, micro_batch_size=4, steps=2)
+    found = meshcee.check(job, stages=(1, 2))
+    assert found.equal, found.differs

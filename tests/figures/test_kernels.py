@@ -153,6 +153,10 @@ def test_what_is_said_of_a_plan() -> None:
     assert mixed is not None
     assert "mixes (cpu AMD AVX2, torch 2.13.0+cpu, 1 thread) and (cuda H200, torch 2.13.0+cu130)" in mixed
     assert "no single machine's loop has its bits" in mixed
+    assert remark(alike, devices, mixed=True) == told
+    on_gpus = remark(with_classes(row("c"), devices, 1), devices, mixed=True)
+    assert on_gpus is not None
+    assert "for GPUs it has other lists" in on_gpus
 
 
 def test_threads_are_part_of_what_members_acknowledge() -> None:

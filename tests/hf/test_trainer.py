@@ -259,7 +259,7 @@ def test_a_schedule_that_looks_at_evaluations_trains_as_a_plain_loop_with_its_ra
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("options", "precision", "recompute"),
-    [({"bf16": True}, "bf16", False), ({"gradient_checkpointing": True}, "fp32", True)],
+    [({"bf16": True}, "bf16-mixed", False), ({"gradient_checkpointing": True}, "fp32", True)],
 )
 def test_bf16_and_checkpointed_activations_are_those_of_the_plain_loop(
     options: dict[str, Any], precision: str, recompute: bool, tmp_path: Path

@@ -101,8 +101,9 @@ def draw(seed: int) -> Drawn:
     if any(isinstance(layer, str) and KINDS[layer].whole for layer in layers):
         micro = max(2, micro)
     optimizer, options, groups = _optimizer(r)
-    ema, precision = r.choice([None, None, 0.9]), "bf16" if r.random() < 0.12 else "fp32"
-    audit = 0.3 if precision == "fp32" and r.random() < 0.2 else 0.0
+    ema, share = r.choice([None, None, 0.9]), r.random()
+    precision = "bf16" if share < 0.12 else "bf16-mixed" if share > 0.9 else "fp32"
+    audit = 0.3 if precision != "bf16" and r.random() < 0.2 else 0.0
     rates = {}
     if r.random() < 0.2:
         rates = {r.randrange(steps): r.choice([("set", 1e-3), ("scale", 0.5), ("set", 0.0)]) for _ in range(2)}

@@ -9,6 +9,7 @@ import copy
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -99,8 +100,9 @@ def built(job: Job, in_place: bool) -> nn.Module:
     return model
 
 
-def mixed(job: Job) -> torch.autocast:
-    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=job.precision == "bf16-mixed")
+def mixed(job: Job) -> AbstractContextManager[Any]:
+    """Nothing where autocast is off: around regions of the model's own, torch would keep converted weights from one to the next."""
+    return torch.autocast("cpu", dtype=torch.bfloat16) if job.precision == "bf16-mixed" else nullcontext()
 
 
 def halved_but(model: nn.Module, patterns: tuple[str, ...]) -> None:

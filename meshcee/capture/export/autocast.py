@@ -94,7 +94,9 @@ class _Mode:
         parts = self._taken_apart(graph, node, leaves, spec) if depth < _DEEPEST else ()
         if not parts:
             advice = instead(where(node), "leave autocast for it: with torch.autocast('cpu', enabled=False)")
-            raise CaptureError(f"operation {node.target}{where(node)} converts inside of itself under autocast; {advice}")
+            raise CaptureError(
+                f"operation {node.target}{where(node)} converts inside of itself under autocast; {advice}"
+            )
         for part in parts:
             self.convert(graph, part, depth + 1)
 
@@ -126,7 +128,9 @@ class _Mode:
         mode = next(value.fake_mode for value in held if isinstance(value, FakeTensor))
         with mode, self._on():
             parts = make_fx(composed, pre_dispatch=True)(*held).graph
-        copies: dict[Any, Any] = dict(zip((n for n in parts.nodes if n.op == "placeholder"), (leaves[p] for p in places)))
+        copies: dict[Any, Any] = dict(
+            zip((n for n in parts.nodes if n.op == "placeholder"), (leaves[p] for p in places))
+        )
         made = []
         with graph.inserting_before(node):
             for part in parts.nodes:
@@ -193,9 +197,11 @@ def _done(target: Any, given: Sequence[Any], spec: TreeSpec) -> list[_Call]:
     return noting.calls
 
 
-def _explained(done: Sequence[_Call], target: Any, given: Sequence[Any], spec: TreeSpec) -> dict[int, torch.dtype] | None:
+def _explained(
+    done: Sequence[_Call], target: Any, given: Sequence[Any], spec: TreeSpec
+) -> dict[int, torch.dtype] | None:
     """By which conversions of operands the operator does the same without autocast; None where that is not so."""
-    if not any(call.dtype for call in done):
+    if not any(call.dtype for call in done) or _names(_done(target, given, spec)) == _names(done):
         return {}
     first = next((call.dtype for call in done if call.place is not None), None)
     entering: dict[int, torch.dtype] = {}
@@ -204,11 +210,13 @@ def _explained(done: Sequence[_Call], target: Any, given: Sequence[Any], spec: T
         if call.place is not None and call.dtype == first and call.place not in entering:
             entering[call.place] = call.dtype
         else:
-            rest.append(call.what)
+            rest.append(call)
     converted = [one.to(entering[place]) if place in entering else one for place, one in enumerate(given)]
-    if [call.what for call in _done(target, converted, spec)] == rest:
-        return entering
-    return {} if [call.what for call in _done(target, given, spec)] == [call.what for call in done] else None
+    return entering if _names(_done(target, converted, spec)) == _names(rest) else None
+
+
+def _names(calls: Sequence[_Call]) -> list[tuple[Any, ...]]:
+    return [call.what for call in calls]
 
 
 def _told(value: Any) -> Any:

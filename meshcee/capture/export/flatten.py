@@ -387,7 +387,7 @@ class _Flattener:
         if isinstance(dim, int):
             return dim
         expression = dim.node.expr
-        for each, batch in ((expression / self.batch_symbol, True), (expression, False)):
+        for each, batch in (((expression / self.batch_symbol).expand(), True), (expression, False)):
             if batch and each.is_Integer:
                 return Batch(int(each))
             if self.batch_symbol not in each.free_symbols and each.free_symbols <= self.sizes.hints.keys():

@@ -124,7 +124,7 @@ def _traced(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensors = [t for t in several if isinstance(t, torch.Tensor)]
     fixed = [i for i, t in enumerate(tensors) if _gets_no_gradient(t, ctx)]
     _refuse(cls, ctx, len(tensors) - len(fixed))
-    with torch.no_grad():
+    with torch.no_grad(), _after_forward():
         outputs = list(map(_view, tensors))
         arriving = iter(BEGINS(outputs))
         grads = _backward(cls, ctx, args, [next(arriving) if isinstance(t, torch.Tensor) else None for t in several])
@@ -136,6 +136,11 @@ def _traced(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for place, tensor in enumerate(t for t in found if isinstance(t, torch.Tensor)):
         tensor.requires_grad_(place not in fixed)
     return tuple(found) if isinstance(made, tuple) else found[0]
+
+
+def _after_forward() -> contextlib.AbstractContextManager[Any]:
+    """A plain loop calls backward() where autocast is off again."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else contextlib.nullcontext()
 
 
 def _view(it: Any) -> Any:

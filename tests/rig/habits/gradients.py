@@ -379,10 +379,22 @@ class GradPenalty(Blocks):
         return o + g.pow(2).sum()
 
 
-@habit("vec", "cls", refused="Job(precision='bf16')")
+@habit("vec", "cls")
 class AutocastPart(Blocks):
     def forward(self, x):
         with torch.autocast("cpu", torch.bfloat16):
+            h = self.b(x)
+        return self.h(h.float())
+
+
+@habit(
+    "vec",
+    "cls",
+    refused="write torch.autocast(x.device.type, ...), or leave it out and say Job(precision='bf16-mixed')",
+)
+class AutocastOfAGpu(Blocks):
+    def forward(self, x):
+        with torch.autocast("cuda", torch.bfloat16):
             h = self.b(x)
         return self.h(h.float())
 
