@@ -21,7 +21,7 @@ from meshcee.errors import UsageError
 from meshcee.hf.library import transformers
 from meshcee.optim import PER_PARAMETER, Optimizer, Schedule
 
-__all__ = ["check", "optimizer_of", "patterns", "rate_after", "schedule_of", "steps_of", "told"]
+__all__ = ["check", "optimizer_of", "patterns", "rate_after", "schedule_of", "steps_of", "words_of"]
 
 CARRIED_OUT = frozenset(
     re.findall(
@@ -138,7 +138,7 @@ def _is_as_good(args: Any, name: str, value: Any) -> bool:
     return bool(known.get(name, False))
 
 
-def told(args: Any, names: Collection[str] = CARRIED_OUT) -> dict[str, str]:
+def words_of(args: Any, names: Collection[str] = CARRIED_OUT) -> dict[str, str]:
     """What stands in these, in words: an option that is a dict can change and stay the same object."""
     return {name: repr(getattr(args, name, None)) for name in sorted(names)}
 

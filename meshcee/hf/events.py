@@ -46,7 +46,7 @@ ABSENT = (
     "optimizer, lr_scheduler and the dataloaders of a TrainerCallback are None here, and while train() is under way so is model: "
     "a learning rate follows lr_scheduler_type, or run.set_lr in a meshcee.Callback; for all else ask what the script has made"
 )
-HELD = arguments.CARRIED_OUT - arguments.READ_LATER  # what a callback cannot change any more
+FIXED = arguments.CARRIED_OUT - arguments.READ_LATER  # what a callback cannot change any more
 
 
 def handler_of(args: Any, callbacks: Sequence[Any], model: Any, processing_class: Any) -> Any:
@@ -72,7 +72,7 @@ def handler_of(args: Any, callbacks: Sequence[Any], model: Any, processing_class
             for one in [*self.callbacks]:
                 alone = copy.copy(self)
                 alone.callbacks = [one]
-                with _told_of(one, event, args, self.model) if trains and _is_own(type(one)) else nullcontext():
+                with _heeding(one, event, args, self.model) if trains and _is_own(type(one)) else nullcontext():
                     control = CallbackHandler.call_event(alone, event, args, state, control, **more)
             return control
 
@@ -86,11 +86,11 @@ def handler_of(args: Any, callbacks: Sequence[Any], model: Any, processing_class
 
 
 @contextmanager
-def _told_of(one: Any, event: str, args: Any, model: Any) -> Iterator[None]:
+def _heeding(one: Any, event: str, args: Any, model: Any) -> Iterator[None]:
     """UsageError where a callback changes what peers were told before the first step; the library's loop would heed it."""
 
     def standing() -> dict[str, Any]:
-        found: dict[str, Any] = {f"args.{name}": value for name, value in arguments.told(args, HELD).items()}
+        found: dict[str, Any] = {f"args.{name}": value for name, value in arguments.words_of(args, FIXED).items()}
         named = model.named_parameters() if isinstance(model, nn.Module) else ()
         return found | {f"requires_grad of {name!r}": parameter.requires_grad for name, parameter in named}
 

@@ -1,8 +1,8 @@
 """`Trainer` with the signature of transformers' own; what it trains is a Job, on a mesh or on peers inside this process.
 
-The idea: everything is mapped when the Trainer is made, so that what cannot be is refused before anything runs, and again where it
-has changed since. What the library's Trainer would heed and this one does not is refused when it is set. `trainer.job` is an ordinary
-Job: `meshcee.plain(trainer.job)` is the loop that the run equals, and `dataclasses.replace` changes it.
+The idea: everything is mapped when the Trainer is made, so that what cannot be is refused before anything runs, and again where
+it has changed since. What the library's Trainer would heed and this one does not is refused when it is set. `trainer.job` is an
+ordinary Job: `meshcee.plain(trainer.job)` is the loop that the run equals, and `dataclasses.replace` changes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 import torch
@@ -74,8 +74,6 @@ class Trainer:
         }  # the library's defaults
         if refused := [f"{name} ({INSTEAD.get(name, 'leave it out')})" for name in others]:
             raise UsageError(f"meshcee.hf.Trainer does not take {'; '.join(sorted(refused))}")
-        if not isinstance(model, nn.Module):
-            raise UsageError("model is an nn.Module: write Trainer(model=AutoModelFor....from_pretrained(...), ...)")
         if join is not None and local is not None:
             raise UsageError("join= and local= exclude each other: leave one out")
         self.args = library.TrainingArguments(output_dir="tmp_trainer") if args is None else args
@@ -87,11 +85,10 @@ class Trainer:
         self._where = join, None if join else local or 1
         if join is None and local is None:
             log.warning(Event.ALONE)
-        self._job: Job | None = None
-        self._job_told: Mapping[str, Any] = {}  # what it was built from, or what stood here when a user set it
-        self._job_is_users = self._has_trained = False
+        self._made = _Made(None, {})
+        self._has_trained = False
         self._prepare()
-        model.train()
+        self.model.train()
         own = [one for one in callbacks or () if not _is_meshcees(one)]
         self._callbacks = [one for one in callbacks or () if _is_meshcees(one)]
         self.callback_handler = handler_of(self.args, own, model, processing_class)
@@ -115,25 +112,25 @@ class Trainer:
     @job.setter
     def job(self, job: Job) -> None:
         check_is_job(job)
-        self._job, self._job_told, self._job_is_users = job, self._told(), True
+        self._made = _Made(job, self._standing(), is_users=True)
 
     def _current_job(self) -> Job | None:
         self._prepare()
-        told = self._told()
-        changed = sorted(name for name in told.keys() | self._job_told.keys() if _differs(told, self._job_told, name))
-        if self._job_is_users and changed:
+        now, before, is_users = self._standing(), self._made.standing, self._made.is_users
+        changed = sorted(name for name in now.keys() | before.keys() if _differs(now, before, name))
+        if is_users and changed:
             raise UsageError(
-                f"{', '.join(changed)} changed after trainer.job was set, and that job would be trained without it: change it first, "
-                "then set trainer.job"
+                f"{', '.join(changed)} changed after trainer.job was set, and that job would be trained without it: change it "
+                "first, then set trainer.job"
             )
-        if changed and self.train_dataset is not None:
-            self._job, self._job_told = self._built(), told
-        return self._job if self._job_is_users or self.train_dataset is not None else None
+        if changed:
+            self._made = _Made(None if self.train_dataset is None else self._built(), now)
+        return self._made.job
 
-    def _told(self) -> dict[str, Any]:
+    def _standing(self) -> dict[str, Any]:
         """All that a job is built from, by the names that a script has for it. Of the model what only a look at it tells."""
         found = {name: vars(self)[name] for name in BUILT_FROM}
-        found |= {f"args.{name}": value for name, value in arguments.told(self.args).items()}
+        found |= {f"args.{name}": value for name, value in arguments.words_of(self.args).items()}
         for where, module in (("model", self.model), ("the base model", base_of(self.model))):
             found |= {f"{name} of {where}": value for name, value in vars(module).items() if name != "training"}
             found[f"the class of {where}"] = type(module), type(module).forward
@@ -354,8 +351,8 @@ class Trainer:
             precision="bf16-mixed" if self.args.bf16 else "fp32",
             metrics=losses_of(self.args.logging_nan_inf_filter) | ({OUTPUTS: outputs} if collects else {}),
         )
-        if self._job is not None:  # what a user has replaced there
-            job = replace(job, codec=self._job.codec, threads=self._job.threads, mix=self._job.mix)
+        if (own := self._made.job) is not None:  # what a user has replaced there
+            job = replace(job, codec=own.codec, threads=own.threads, mix=own.mix)
 
         async def main() -> dict[str, float]:
             async with joined(self._where[0], local=self._where[1]) as mesh:
@@ -482,6 +479,14 @@ class Trainer:
         return found
 
 
+class _Made(NamedTuple):
+    """A job, and what stood in the Trainer when it was built, or when a user set it."""
+
+    job: Job | None
+    standing: Mapping[str, Any]
+    is_users: bool = False
+
+
 OUTPUTS = "outputs"  # the metric of a Job that collects what the model returns
 BUILT_FROM = (
     *("model", "train_dataset", "eval_dataset", "data_collator", "processing_class"),
@@ -572,8 +577,10 @@ def _differs(told: Mapping[str, Any], before: Mapping[str, Any], name: str) -> b
     )
 
 
-def _refuse_elsewhere(model: nn.Module) -> None:
+def _refuse_elsewhere(model: Any) -> None:
     """Before anything calls the model: inputs are on the CPU."""
+    if not isinstance(model, nn.Module):
+        raise UsageError("model is an nn.Module: write Trainer(model=AutoModelFor....from_pretrained(...), ...)")
     found = sorted({tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu"})
     if found:
         mapped = "meta" in found or hasattr(model, "hf_device_map")

@@ -145,11 +145,14 @@ def test_a_job_that_was_set_stays_and_what_changes_after_it_is_refused(tmp_path:
 def test_what_becomes_wrong_is_refused_before_train(tmp_path: Path) -> None:
     trainer = Trainer(llama(), arguments(tmp_path), train_dataset=ROWS)
     trainer.args.label_smoothing_factor = 0.1
-    with pytest.raises(UsageError, match="label_smoothing_factor=0.1"):
+    with pytest.raises(UsageError, match=r"label_smoothing_factor=0\.1"):
         trainer.train()
     other = Trainer(llama(), arguments(tmp_path), train_dataset=ROWS)
     other.model = copy.deepcopy(other.model).to("meta")
     with pytest.raises(UsageError, match="the model is on meta"):
+        other.train()
+    other.model = "gpt2"
+    with pytest.raises(UsageError, match="model is an nn"):
         other.train()
 
 
