@@ -88,7 +88,8 @@ class Trainer:
         self._made = _Made(None, {})
         self._has_trained = False
         self._prepare()
-        self.model.train()
+        assert model is not None
+        model.train()
         own = [one for one in callbacks or () if not _is_meshcees(one)]
         self._callbacks = [one for one in callbacks or () if _is_meshcees(one)]
         self.callback_handler = handler_of(self.args, own, model, processing_class)
