@@ -31,6 +31,10 @@ class Event(StrEnum):
     DATA_AWAITED = "data is awaited"
     ALONE = "this process trains alone: say join=, or local=N for N peers in it"
     UNFINISHED = "a run of this output_dir is unfinished: train(resume_from_checkpoint=True) goes on with it"
+    FRESH_OPTIMIZER = (
+        "this train() begins with a fresh optimizer, where transformers keeps the moments of the one before: write max_steps or "
+        "num_train_epochs for both, and train(resume_from_checkpoint=True) goes on with the moments"
+    )
     GROUP_UNMET = "a pattern of the optimizer's groups= changes nothing"
     CODE_WARNS = "the job's code warns"
     DROPOUT_IDLE = (

@@ -21,7 +21,7 @@ from meshcee.errors import UsageError
 from meshcee.hf.library import transformers
 from meshcee.optim import PER_PARAMETER, Optimizer, Schedule
 
-__all__ = ["check", "optimizer_of", "patterns", "rate_after", "schedule_of", "steps_of"]
+__all__ = ["check", "optimizer_of", "patterns", "rate_after", "schedule_of", "steps_of", "words_of"]
 
 CARRIED_OUT = frozenset(
     re.findall(
@@ -62,6 +62,16 @@ PREPARES = frozenset(
         model_init_kwargs chat_template_path dataset_text_field dataset_kwargs dataset_num_proc eos_token pad_token max_length
         truncation_mode shuffle_dataset packing packing_strategy padding_free pad_to_multiple_of eval_packing
         completion_only_loss assistant_only_loss activation_offloading
+        """,
+    )
+)
+# Of what is carried out: read while a run goes on, or only by loggers.
+READ_LATER = frozenset(
+    re.findall(
+        r"\w+",
+        """
+        logging_strategy logging_steps logging_first_step report_to run_name project disable_tqdm
+        trackio_space_id trackio_bucket_id trackio_static_space_id
         """,
     )
 )
@@ -128,6 +138,11 @@ def _is_as_good(args: Any, name: str, value: Any) -> bool:
     return bool(known.get(name, False))
 
 
+def words_of(args: Any, names: Collection[str] = CARRIED_OUT) -> dict[str, str]:
+    """What stands in these, in words: an option that is a dict can change and stay the same object."""
+    return {name: repr(getattr(args, name, None)) for name in sorted(names)}
+
+
 def steps_of(args: Any, samples: int) -> tuple[int, int]:
     """How many steps there are, and how many of them an epoch has."""
     batch_size = args.per_device_train_batch_size * args.gradient_accumulation_steps
@@ -159,7 +174,7 @@ def optimizer_of(args: Any, model: nn.Module) -> Optimizer:
     name = getattr(kind, "__name__", "")
     if name not in PER_PARAMETER or kind is not getattr(torch.optim, name):
         raise UsageError(f"optim={str(args.optim)!r} cannot be shared between machines; {_OTHER_OPTIMIZER}")
-    options.pop("fused", None)  # the same update; it says only which kernel computes it
+    options.pop("fused", None)  # only a kernel: the same update up to rounding, and ours is that of the unfused loop
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     decays = set(trainer.get_decay_parameter_names(None, model))
     spared = patterns([n for n in trained if n not in decays], [n for n in trained if n in decays])

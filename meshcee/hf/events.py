@@ -10,20 +10,24 @@ import copy
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from torch import nn
 
 from meshcee.callbacks import Callback, Control
 from meshcee.errors import UsageError
 from meshcee.files import Trouble, disk, dumps, loads, number
+from meshcee.hf import arguments
 from meshcee.hf.arguments import rate_after
 from meshcee.hf.library import transformers
 from meshcee.hf.loss import eval_loss
 from meshcee.hf.samples import Outputs
+from meshcee.reach.code import line_of
 from meshcee.user_code import calling
 
 __all__ = ["NOTES", "Bridge", "StepBridge", "handler_of", "read_notes", "refuse_unheard", "steers_steps"]
@@ -37,6 +41,12 @@ UNHEARD = {  # by the event: why it never comes
     "on_prediction_step": "micro-batches are computed by peers",
     "on_push_begin": "nothing is pushed",
 }
+
+ABSENT = (
+    "optimizer, lr_scheduler and the dataloaders of a TrainerCallback are None here, and while train() is under way so is model: "
+    "a learning rate follows lr_scheduler_type, or run.set_lr in a meshcee.Callback; for all else ask what the script has made"
+)
+FIXED = arguments.CARRIED_OUT - arguments.READ_LATER  # what a callback cannot change any more
 
 
 def handler_of(args: Any, callbacks: Sequence[Any], model: Any, processing_class: Any) -> Any:
@@ -54,8 +64,17 @@ def handler_of(args: Any, callbacks: Sequence[Any], model: Any, processing_class
     class InOneThread(CallbackHandler):  # type: ignore[misc]
         def call_event(self, event: str, *what: Any, **more: Any) -> Any:
             if threading.get_ident() == own:  # a callback has caused it
-                return super().call_event(event, *what, **more)
-            return thread.submit(super().call_event, event, *what, **more).result()
+                return self._call(event, *what, **more)
+            return thread.submit(self._call, event, *what, **more).result()
+
+        def _call(self, event: str, args: Any, state: Any, control: Any, **more: Any) -> Any:
+            trains = self.model is None or event == "on_train_begin"
+            for one in [*self.callbacks]:
+                alone = copy.copy(self)
+                alone.callbacks = [one]
+                with _heeding(one, event, args, self.model) if trains and _is_own(type(one)) else nullcontext():
+                    control = CallbackHandler.call_event(alone, event, args, state, control, **more)
+            return control
 
     try:
         reporting = get_reporting_integration_callbacks(args.report_to)
@@ -64,6 +83,27 @@ def handler_of(args: Any, callbacks: Sequence[Any], model: Any, processing_class
         raise UsageError(f"report_to={args.report_to}: {error}") from error
     handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
     return handler
+
+
+@contextmanager
+def _heeding(one: Any, event: str, args: Any, model: Any) -> Iterator[None]:
+    """UsageError where a callback changes what peers were told before the first step; the library's loop would heed it."""
+
+    def standing() -> dict[str, Any]:
+        found: dict[str, Any] = {f"args.{name}": value for name, value in arguments.words_of(args, FIXED).items()}
+        named = model.named_parameters() if isinstance(model, nn.Module) else ()
+        return found | {f"requires_grad of {name!r}": parameter.requires_grad for name, parameter in named}
+
+    before = standing()
+    yield
+    if changed := next((name for name, value in standing().items() if before.get(name) != value), None):
+        code = getattr(getattr(one, event), "__code__", None)
+        words = (changed.removeprefix("args."), "requires_grad_", "requires_grad")
+        line = next(filter(None, (line_of(code, word, stored_only=word != words[1]) for word in words)), "")
+        raise UsageError(
+            f"{type(one).__name__}.{event}{line} changes {changed}, and peers go on with what stood there before train(): set it "
+            "before that; a learning rate follows lr_scheduler_type, or run.set_lr in a meshcee.Callback"
+        )
 
 
 def refuse_unheard(callbacks: Sequence[Any]) -> None:
@@ -238,8 +278,13 @@ class Bridge(Callback):
         self._write()
 
     def _hear(self, event: str, *more: Any, state: Any = None) -> None:
-        with calling(f"{event} of a TrainerCallback"):
-            self.control = getattr(self.handler, event)(self.args, state or self.state, self.control, *more)
+        try:
+            with calling(f"{event} of a TrainerCallback"):
+                self.control = getattr(self.handler, event)(self.args, state or self.state, self.control, *more)
+        except UsageError as error:
+            if "NoneType" not in str(error.__cause__):
+                raise
+            raise UsageError(f"{error}; {ABSENT}") from error.__cause__
 
     @property
     def _ends_epoch(self) -> bool:

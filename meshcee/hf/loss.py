@@ -9,14 +9,17 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshcee.eager import in_full
+from meshcee.eager import in_full, on_loan
 from meshcee.errors import UsageError
 from meshcee.hf.library import transformers
+from meshcee.reach import Remembered
+from meshcee.user_code import calling
 
 __all__ = [
     "Counting",
@@ -72,16 +75,20 @@ class Counting:
 
 def counted(model: nn.Module, counting: Counting) -> nn.Module:
     """The same modules and weights; called with labels, it divides its loss by their number. The model stays as it is."""
-    kind = type(model)
+    kind, found = type(model), copy.copy(model)
+    own = vars(found).pop("forward", None)  # of a library that has patched this one object
 
     def forward(self: nn.Module, *args: Any, **inputs: Any) -> Any:
         if inputs.get("labels") is not None:
             items = counting.items(inputs)
             # Of none: a step's loss of 0, and in an evaluation 0 / 0, as the library has it.
             inputs["num_items_in_batch"] = items.clamp(min=1) if self.training else items
-        return kind.forward(self, *args, **inputs)
+        if own is None:
+            return kind.forward(self, *args, **inputs)
+        if isinstance(own, MethodType) and own.__self__ is model:
+            return own.__func__(self, *args, **inputs)
+        return own(*args, **inputs)
 
-    found = copy.copy(model)
     found.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
     return found
 
@@ -126,27 +133,41 @@ def weight_of(target: Mapping[str, Any]) -> float:
 
 
 def divides(model: nn.Module, samples: Iterable[Mapping[str, torch.Tensor]]) -> bool:
-    """Whether the model divides its loss by the number of items that it is given; else it passes that number over.
+    """Whether the model, as it trains, divides its loss by the number of items that it is given; else it passes that number over.
 
     UsageError where it divides one part of its loss and not another. `samples` are micro-batches of one; one is computed twice.
+    The model is left as it was, in train mode.
     """
-    model.eval()
-    try:
-        for inputs in samples:
-            with torch.no_grad():
-                by_one, by_two = (
-                    loss_of(model(**inputs, num_items_in_batch=torch.tensor(n)), None) for n in (1.0, 2.0)
-                )
-            if not by_one.ne(0).item():  # nothing in it is predicted
-                continue
-            if torch.equal(by_one, by_two):
-                return False
-            if torch.equal(by_one, by_two * 2):
-                return True
-            raise UsageError(
-                "this model adds to its loss something that it does not divide by the number of tokens, so transformers' sum over "
-                "micro-batches has no equal here: write gradient_accumulation_steps=1"
-            )
-    finally:
-        model.train()
+    counting = Counting(model)
+    model.train()
+    with on_loan(model), torch.random.fork_rng(devices=[]), torch.no_grad():
+        for buffer in model.buffers():
+            buffer.data = buffer.clone()  # into which a layer in train mode writes
+        before = Remembered(model, loss_of)
+        try:
+            for inputs in samples:
+                if counting.items(inputs) and (found := _divides(model, inputs)) is not None:
+                    return found
+        finally:
+            before.put_back()
     return True
+
+
+def _divides(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool | None:
+    """None of a loss of 0, which tells nothing."""
+    losses = []
+    for n in (1.0, 2.0):
+        torch.manual_seed(0)  # the same masks of dropout
+        with calling("the model"):
+            losses.append(loss_of(model(**inputs, num_items_in_batch=torch.tensor(n)), None))
+    by_one, by_two = losses
+    if not by_one.any() and not by_two.any():
+        return None
+    if torch.equal(by_one, by_two * 2):
+        return True
+    if torch.equal(by_one, by_two):
+        return False
+    raise UsageError(
+        "this model adds to its loss something that it does not divide by the number of tokens, so transformers' sum over "
+        "micro-batches has no equal here: write gradient_accumulation_steps=1"
+    )

@@ -1,26 +1,29 @@
 """`Trainer` with the signature of transformers' own; what it trains is a Job, on a mesh or on peers inside this process.
 
-The idea: everything is mapped when the Trainer is made, so that what cannot be is refused before anything runs. `trainer.job` is
-an ordinary Job: `meshcee.plain(trainer.job)` is the loop that the run equals, and `dataclasses.replace` changes it.
+The idea: everything is mapped when the Trainer is made, so that what cannot be is refused before anything runs, and again where
+it has changed since. What the library's Trainer would heed and this one does not is refused when it is set. `trainer.job` is an
+ordinary Job: `meshcee.plain(trainer.job)` is the loop that the run equals, and `dataclasses.replace` changes it.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import structlog
 import torch
 from torch import nn
 
 from meshcee.callbacks import Callback
-from meshcee.errors import CheckpointError, UsageError
+from meshcee.errors import CheckpointError, MeshceeError, UsageError
 from meshcee.events import Event
 from meshcee.files import Home
 from meshcee.hf import arguments
@@ -28,7 +31,8 @@ from meshcee.hf.events import Bridge, StepBridge, handler_of, read_notes, refuse
 from meshcee.hf.library import transformers
 from meshcee.hf.loss import Counting, base_of, counted, divides, eval_loss, full_loss_of, loss_of, losses_of, weight_of
 from meshcee.hf.samples import LOOKED_AT, Batches, Outputs, Samples, lengths_of
-from meshcee.job import Job
+from meshcee.job import Job, check_is_job
+from meshcee.reach.code import line_of
 from meshcee.run import join as joined
 from meshcee.run import run_blocking
 from meshcee.run import train as trained
@@ -65,18 +69,14 @@ class Trainer:
         **others: Any,
     ) -> None:
         library = transformers()
-        _refuse_overridden(type(self))
-        if refused := [f"{name} ({INSTEAD.get(name, 'leave it out')})" for name, x in others.items() if x is not None]:
+        others = {
+            name: x for name, x in others.items() if x is not None and x != (None, None)
+        }  # the library's defaults
+        if refused := [f"{name} ({INSTEAD.get(name, 'leave it out')})" for name in others]:
             raise UsageError(f"meshcee.hf.Trainer does not take {'; '.join(sorted(refused))}")
-        if not isinstance(model, nn.Module):
-            raise UsageError("model is an nn.Module: write Trainer(model=AutoModelFor....from_pretrained(...), ...)")
         if join is not None and local is not None:
             raise UsageError("join= and local= exclude each other: leave one out")
-        _refuse_elsewhere(model)
         self.args = library.TrainingArguments(output_dir="tmp_trainer") if args is None else args
-        arguments.check(self.args)
-        _take_trls_head_off(model)
-        _align_special_tokens(model, processing_class)
         self.model: Any = model
         self.processing_class = processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -85,17 +85,75 @@ class Trainer:
         self._where = join, None if join else local or 1
         if join is None and local is None:
             log.warning(Event.ALONE)
+        self._made = _Made(None, {})
+        self._has_trained = False
+        self._prepare()
+        assert model is not None
         model.train()
-        config: Any = getattr(model, "config", None)
-        if config is not None:
-            config.use_cache = self.args.use_cache
         own = [one for one in callbacks or () if not _is_meshcees(one)]
         self._callbacks = [one for one in callbacks or () if _is_meshcees(one)]
         self.callback_handler = handler_of(self.args, own, model, processing_class)
-        self._counting = Counting(model)
-        self.job = self._job() if train_dataset is not None else None
+        self._current_job()
         self.state = library.TrainerState()
         self.control = self.callback_handler.on_init_end(self.args, self.state, library.TrainerControl())
+
+    # -- what stands here ----------------------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _refuse_unheard(self, {name: value})
+        super().__setattr__(name, value)
+        if name == "model" and "callback_handler" in vars(self):
+            self.callback_handler.model = value
+
+    @property
+    def job(self) -> Job | None:
+        """What train() trains: built from what stands in this Trainer now, or what a user has set. None without a train_dataset."""
+        return self._current_job()
+
+    @job.setter
+    def job(self, job: Job) -> None:
+        check_is_job(job)
+        self._made = _Made(job, self._standing(), is_users=True)
+
+    def _current_job(self) -> Job | None:
+        self._prepare()
+        now, before, is_users = self._standing(), self._made.standing, self._made.is_users
+        changed = sorted(name for name in now.keys() | before.keys() if _differs(now, before, name))
+        if is_users and changed:
+            raise UsageError(
+                f"{', '.join(changed)} changed after trainer.job was set, and that job would be trained without it: change it "
+                "first, then set trainer.job"
+            )
+        if changed:
+            self._made = _Made(None if self.train_dataset is None else self._built(), now)
+        return self._made.job
+
+    def _standing(self) -> dict[str, Any]:
+        """All that a job is built from, by the names that a script has for it. Of the model what only a look at it tells."""
+        found = {name: vars(self)[name] for name in BUILT_FROM}
+        found |= {f"args.{name}": value for name, value in arguments.words_of(self.args).items()}
+        for where, module in (("model", self.model), ("the base model", base_of(self.model))):
+            found |= {f"{name} of {where}": value for name, value in vars(module).items() if name != "training"}
+            found[f"the class of {where}"] = type(module), type(module).forward
+        found["requires_grad"] = tuple(name for name, p in self.model.named_parameters() if p.requires_grad)
+        with suppress(TypeError):  # what is no dataset is refused later
+            found["len(train_dataset)"] = len(self.train_dataset)
+        return found
+
+    def _prepare(self) -> None:
+        """Refuse what cannot be carried out, and make of the model what the library makes of it before it trains."""
+        _refuse_unheard(self, _patched(type(self)) | vars(self))
+        _refuse_elsewhere(self.model)
+        arguments.check(self.args)
+        _take_trls_head_off(self.model)
+        _align_special_tokens(self.model, self.processing_class)
+        config: Any = getattr(self.model, "config", None)
+        if config is not None:
+            config.use_cache = self.args.use_cache
+
+    @property
+    def _counting(self) -> Counting:
+        return Counting(self.model)
 
     # -- training ------------------------------------------------------------------------------------------------------
 
@@ -105,7 +163,7 @@ class Trainer:
         `resume_from_checkpoint` is True for the last run of this output_dir, or RUN or RUN@STEPS as `meshcee run list` shows them.
         Returns the library's TrainOutput.
         """
-        library, job = transformers(), self.job
+        library, job = transformers(), self._current_job()
         if job is None:
             raise UsageError("train() needs train_dataset=...")
         if any(x is not None for x in others.values()):
@@ -132,18 +190,26 @@ class Trainer:
         began_s = time.time()
         join, local = self._where
         heard = [bridge, *self._callbacks]
-        result = trained(job, join=join, local=local, keeps=True, resume=resume, callbacks=heard)
+        if self._has_trained and resume is None:
+            log.warning(Event.FRESH_OPTIMIZER)
+        try:
+            result = trained(job, join=join, local=local, keeps=True, resume=resume, callbacks=heard)
+        except MeshceeError as error:
+            how = "`train(resume_from_checkpoint=True)`"
+            error.args = (re.sub(r"`meshcee train JOB\.py --resume [^`]*`", how, str(error)), *error.args[1:])
+            raise
+        self._has_trained = True
         self.model.load_state_dict(self._best(result) or result.state_dict)
         self.callback_handler.model = self.model
         losses = result.losses[bridge.begins :]
         loss = sum(losses) / max(len(losses), 1)
         figures = self._speed("train", began_s, len(losses) * job.batch_size, len(losses)) | {"train_loss": loss}
-        bridge.log(dict(figures))
+        bridge.log(figures)  # which adds the epoch to them
         bridge.end()
         self.control = bridge.control
         return library.trainer_utils.TrainOutput(self.state.global_step, loss, figures)
 
-    def _job(self) -> Job:
+    def _built(self) -> Job:
         """This script, in the words of a Job."""
         args, state = self.args, transformers().TrainerState()
         data = self._samples(self.train_dataset, "train_dataset")
@@ -177,7 +243,7 @@ class Trainer:
             steps=steps,
             seed=args.seed,
             workers=args.dataloader_num_workers,
-            clip_norm=args.max_grad_norm or None,
+            clip_norm=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
             precision="bf16-mixed" if args.bf16 else "fp32",
             recompute=bool(args.activation_checkpointing),
             eval_data=held_out,
@@ -263,6 +329,7 @@ class Trainer:
     ) -> tuple[float, Any, Any]:
         """The loss, predictions and labels of one evaluation, in the micro-batches that training has."""
         self._check_weights()
+        self._prepare()
         micro = min(self.args.per_device_train_batch_size, len(data))
         if not micro:
             raise UsageError("the dataset is empty: give it samples")
@@ -285,8 +352,8 @@ class Trainer:
             precision="bf16-mixed" if self.args.bf16 else "fp32",
             metrics=losses_of(self.args.logging_nan_inf_filter) | ({OUTPUTS: outputs} if collects else {}),
         )
-        if self.job is not None:  # what a user has replaced there
-            job = replace(job, codec=self.job.codec, threads=self.job.threads, mix=self.job.mix)
+        if (own := self._made.job) is not None:  # what a user has replaced there
+            job = replace(job, codec=own.codec, threads=own.threads, mix=own.mix)
 
         async def main() -> dict[str, float]:
             async with joined(self._where[0], local=self._where[1]) as mesh:
@@ -363,7 +430,7 @@ class Trainer:
 
     def __getattr__(self, name: str) -> Any:
         """Of the library's methods, those that have no meaning here say what to write."""
-        if name.startswith("_") or not hasattr(transformers().Trainer, name):
+        if name.startswith("_") or name not in _known():
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         do = INSTEAD.get(name, "peers compute the captured model, and none of the library's loop runs")
         raise AbsentError(f"meshcee.hf.Trainer has no {name}: {do}")
@@ -413,18 +480,52 @@ class Trainer:
         return found
 
 
+class _Made(NamedTuple):
+    """A job, and what stood in the Trainer when it was built, or when a user set it."""
+
+    job: Job | None
+    standing: Mapping[str, Any]
+    is_users: bool = False
+
+
 OUTPUTS = "outputs"  # the metric of a Job that collects what the model returns
+BUILT_FROM = (
+    *("model", "train_dataset", "eval_dataset", "data_collator", "processing_class"),
+    *("compute_metrics", "preprocess_logits_for_metrics"),
+)
+READ = frozenset(
+    {*BUILT_FROM, "args", "callback_handler", "state", "control"}
+)  # of what the library's Trainer knows of itself
+OURS = dict(vars(Trainer))  # as it is written here
+# The library's train() calls these of a subclass where the strategy is not "no", and ours does not.
+CALLED_IN_TRAINING = {"evaluate": "eval_strategy", "save_model": "save_strategy"}
+_LOSS = "compute the loss in the model's own forward, or use meshcee.Job(loss=...)"
+_OPTIMIZER = "write TrainingArguments(optim=...), or use meshcee.Job"
+_SCHEDULE = "write TrainingArguments(lr_scheduler_type=...), or use meshcee.Job"
+_BOTH = "write TrainingArguments(optim=..., lr_scheduler_type=...), or use meshcee.Job"
+_DATA = "write data_collator=, and train_dataset= with the samples as they are to be; or use meshcee.Job(sampler=...)"
+_COUNTS = "set accepts_loss_kwargs of the model, which says whether its forward takes num_items_in_batch"
+_FIGURES = "compute figures in compute_metrics, of what preprocess_logits_for_metrics leaves"
 INSTEAD = {
     "tokenizer": "write processing_class=",
     "model_init": "make the model and give model=",
-    "compute_loss_func": "compute the loss in the model's own forward, or use meshcee.Job(loss=...)",
-    "optimizers": "write TrainingArguments(optim=..., lr_scheduler_type=...), or use meshcee.Job",
-    "optimizer_cls_and_kwargs": "write TrainingArguments(optim=...), or use meshcee.Job",
+    "model_wrapped": "set trainer.model",
+    "label_names": "write TrainingArguments(label_names=...)",
     "push_to_hub": "write trainer.model.push_to_hub(...), which has the trained weights",
     "hyperparameter_search": "make a Trainer with other TrainingArguments for each trial",
-    "create_optimizer": "write TrainingArguments(optim=...), or use meshcee.Job",
-    "create_scheduler": "write TrainingArguments(lr_scheduler_type=...), or use meshcee.Job",
-    "compute_loss": "compute the loss in the model's own forward, or use meshcee.Job(loss=...)",
+    "log": "write a TrainerCallback with on_log",
+    "evaluate": "give it another name and call that after train(), or write eval_strategy='no'; for figures compute_metrics",
+    "save_model": "give it another name and call that after train(), or write save_strategy='no'; for each checkpoint a "
+    "TrainerCallback with on_save",
+    "optimizers": _BOTH,
+    "create_optimizer_and_scheduler": _BOTH,
+    **dict.fromkeys(("optimizer", "optimizer_cls_and_kwargs", "create_optimizer"), _OPTIMIZER),
+    "get_decay_parameter_names": "use meshcee.Job(optimizer=Optimizer(groups=...))",
+    **dict.fromkeys(("lr_scheduler", "create_scheduler"), _SCHEDULE),
+    **dict.fromkeys(("compute_loss_func", "compute_loss", "label_smoother"), _LOSS),
+    **dict.fromkeys(("model_accepts_loss_kwargs", "loss_is_scaled_for_ga"), _COUNTS),
+    **dict.fromkeys(("prediction_step", "evaluation_loop"), _FIGURES),
+    **dict.fromkeys(("get_train_dataloader", "_get_train_sampler", "get_eval_dataloader", "_get_eval_sampler"), _DATA),
 }
 
 
@@ -432,19 +533,55 @@ class AbsentError(UsageError, AttributeError):
     """Of a method of the library's Trainer that ours has not; `hasattr` says False."""
 
 
-def _refuse_overridden(kind: type) -> None:
-    """A subclass that says how a step is computed would not be asked: peers compute the captured graph."""
+@cache
+def _known() -> frozenset[str]:
+    """All names that the library's Trainer has, or reads or writes of itself."""
     library = transformers().Trainer
-    own = {name for base in kind.__mro__[: kind.__mro__.index(Trainer)] for name in vars(base)}
-    if unheard := sorted(name for name in own if hasattr(library, name) and not hasattr(Trainer, name)):
+    found = {*vars(library), *re.findall(r"\bself\.(\w+)", inspect.getsource(library))}
+    return frozenset(name for name in found if not name.startswith("__"))
+
+
+def _patched(kind: type) -> dict[str, Any]:
+    """What a subclass has of its own, and what a script has put onto Trainer itself."""
+    classes = kind.__mro__[: kind.__mro__.index(Trainer) + 1]
+    return {n: x for one in classes for n, x in vars(one).items() if OURS.get(n) is not x}
+
+
+def _refuse_unheard(trainer: Trainer, told: Mapping[str, Any]) -> None:
+    """UsageError for what the library's Trainer would heed and nobody would ask for: peers compute the captured graph."""
+    args = vars(trainer).get("args")
+    for name, value in sorted(told.items(), key=lambda one: one[0]):
+        if name in READ or name not in _known():
+            continue
+        strategy = getattr(args, CALLED_IN_TRAINING.get(name, ""), None)
+        if name in OURS and getattr(strategy, "value", "no") == "no":
+            continue
+        is_called = callable(value) or isinstance(value, property | staticmethod | classmethod)
+        usual = (
+            "put the loss into the model's own forward, and the data into the dataset; or use meshcee.Job"
+            if is_called
+            else "leave it out, or give another name to what is your own"
+        )
         raise UsageError(
-            f"{kind.__name__}.{unheard[0]} would never be called: put the loss into the model's own forward, and the data into "
-            "the dataset; or use meshcee.Job"
+            f"{type(trainer).__name__}.{name}{line_of(getattr(value, '__code__', None), '')} would never be "
+            f"{'called' if is_called else 'read'}{' by train()' if name in OURS else ''}: {INSTEAD.get(name, usual)}"
         )
 
 
-def _refuse_elsewhere(model: nn.Module) -> None:
+def _differs(told: Mapping[str, Any], before: Mapping[str, Any], name: str) -> bool:
+    """Whether two looks found something else there. Texts, numbers and tuples are compared, all else is the same object or not."""
+    if name not in told or name not in before:
+        return True
+    now, then = told[name], before[name]
+    return now is not then and not (
+        isinstance(now, str | int | float | tuple) and type(now) is type(then) and now == then
+    )
+
+
+def _refuse_elsewhere(model: Any) -> None:
     """Before anything calls the model: inputs are on the CPU."""
+    if not isinstance(model, nn.Module):
+        raise UsageError("model is an nn.Module: write Trainer(model=AutoModelFor....from_pretrained(...), ...)")
     found = sorted({tensor.device.type for tensor in (*model.parameters(), *model.buffers())} - {"cpu"})
     if found:
         mapped = "meta" in found or hasattr(model, "hf_device_map")

@@ -263,6 +263,78 @@ def test_a_reporter_that_is_missing_is_named(tmp_path: Path) -> None:
         handler_of(quiet(tmp_path, report_to="nobody"), [], None, None)
 
 
+# -- what callbacks change, and what they have not -------------------------------------------------------------------
+
+
+class Acts(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Does this at one event."""
+
+    def __init__(self, event: str, act: Any) -> None:
+        setattr(self, event, lambda args, state, control, **more: act(args, more))
+
+
+def clips(args: Any, more: Any) -> None:
+    args.max_grad_norm = 0.01
+
+
+def alters(args: Any, more: Any) -> None:
+    args.lr_scheduler_kwargs["power"] = 2.0
+
+
+def freezes(args: Any, more: Any) -> None:
+    more["model"].weight.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("event", "act", "what"),
+    [
+        ("on_train_begin", freezes, "requires_grad of 'weight'"),
+        *(
+            (event, clips, "args.max_grad_norm")
+            for event in ("on_train_begin", "on_step_begin", "on_step_end", "on_log")
+        ),
+        ("on_epoch_end", alters, "args.lr_scheduler_kwargs"),
+    ],
+)
+def test_what_a_callback_changes_and_peers_do_not_is_refused(event: str, act: Any, what: str, tmp_path: Path) -> None:
+    """The library's loop reads it in each step."""
+    args = quiet(tmp_path, lr_scheduler_type="polynomial", lr_scheduler_kwargs={"power": 1.0})
+    story = Story(args, Acts(event, act))
+    story.bridge.handler.model = torch.nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=rf"Acts\.{event} at \S+:\d+ changes {what}, and peers go on"):
+        story.go({})
+
+
+def test_what_a_callback_changes_outside_of_a_run_or_for_logs_alone_is_its_own(tmp_path: Path) -> None:
+    def names(args: Any, more: Any) -> None:
+        args.run_name = f"{args.run_name}-again"
+
+    args = quiet(tmp_path)
+    story = Story(args, Acts("on_step_end", names), Acts("on_train_end", clips))
+    story.call(story.listeners.plan(None))
+    story.step(0)
+    story.bridge.handler.model = "the model"  # as who has called the run does
+    story.bridge.end()
+    assert (args.run_name, args.max_grad_norm) == (f"{quiet(tmp_path).run_name}-again", 0.01)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda args, more: more["optimizer"].param_groups,
+        lambda args, more: len(more["train_dataloader"]),
+        lambda args, more: more["model"].config,
+    ],
+)
+def test_a_callback_that_asks_for_what_is_elsewhere_is_told_of_it(act: Any, tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"on_step_end .* failed at .*NoneType.*; optimizer, .* are None here.*run\.set_lr"
+    ):
+        Story(quiet(tmp_path), Acts("on_step_end", act)).go({})
+    with pytest.raises(UsageError, match=r"KeyError: 'nothing'$"):
+        Story(quiet(tmp_path), Acts("on_step_end", lambda args, more: more["nothing"])).go({})
+
+
 # -- the best evaluation -------------------------------------------------------------------------------------------
 
 

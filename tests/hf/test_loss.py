@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +75,68 @@ def test_what_a_model_does_with_the_number_is_found_out() -> None:
     samples = [{"x": torch.tensor([[3.0]]), "labels": torch.tensor([[1.0]])}]
     assert divides(Plain(1.0, 0.0), samples)
     assert not divides(Plain(0.0, 1.0), samples)
-    with pytest.raises(UsageError, match="gradient_accumulation_steps=1"):
-        divides(Plain(1.0, 0.5), samples)
+    for nothing_counts in ([], [{"x": torch.tensor([[3.0]]), "labels": torch.tensor([[-100.0]])}]):
+        with pytest.raises(UsageError, match="gradient_accumulation_steps=1"):
+            divides(Plain(1.0, 0.5), [*nothing_counts, *samples])
+
+
+class InTraining(Plain):
+    """Adds something in train mode alone, draws a mask, and keeps how often it was called."""
+
+    def __init__(self, adds: float) -> None:
+        super().__init__(1.0, 0.0)
+        self.adds, self.calls, self.drop = adds, 0, nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None, **_: Any) -> Any:
+        self.calls += 1
+        self.seen += 1
+        output = super().forward(self.drop(x.expand(8, -1)), labels, num_items_in_batch)
+        if self.training:
+            output["loss"] = output["loss"] + self.adds * self.weight.square().sum()
+        return output
+
+
+def test_what_a_model_adds_in_train_mode_alone_is_found_and_the_look_leaves_nothing_behind() -> None:
+    samples = [{"x": torch.tensor([[3.0]]), "labels": torch.tensor([[1.0]])}]
+    torch.manual_seed(3)
+    for model in (InTraining(0.0).eval(), InTraining(0.5).eval()):
+        drawn = torch.get_rng_state()
+        if model.adds:
+            with pytest.raises(UsageError, match="gradient_accumulation_steps=1"):
+                divides(model, samples)
+        else:
+            assert divides(model, samples)
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert (model.calls, model.seen.item(), model.training) == (0, 0.0, True)
+
+
+def patched(how: str) -> Any:
+    """As Liger, Unsloth and accelerate put a forward onto one object."""
+    model = llama()
+    usual = type(model).forward if how == "method" else model.forward
+
+    def forward(*args: Any, input_ids: Any, attention_mask: Any, labels: Any = None, **more: Any) -> Any:
+        output = usual(*args, input_ids=input_ids, attention_mask=attention_mask, labels=labels, **more)
+        output.loss = output.loss * 3
+        return output
+
+    model.forward = types.MethodType(forward, model) if how == "method" else forward
+    return model
+
+
+@pytest.mark.parametrize("how", ["method", "closure"])
+def test_a_forward_that_is_put_onto_one_object_is_given_the_number_of_tokens(how: str, tmp_path: Path) -> None:
+    """Its job equals the library's Trainer."""
+    keys = ("input_ids", "attention_mask", "labels")
+    data = [{key: text[key] for key in keys} for text in texts(20)]
+    args = arguments(tmp_path, lr_scheduler_type="constant", save_strategy="no", optim="adamw_torch")
+    trainer = Trainer(patched(how), args, train_dataset=data)
+    assert trainer.job is not None
+    found = meshcee.plain(trainer.job)
+    losses, state = theirs(patched(how), args, data)
+    torch.testing.assert_close(found.losses, losses, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.state_dict, state, rtol=1e-4, atol=1e-6)
 
 
 def stacked(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -259,7 +259,7 @@ def test_a_schedule_that_looks_at_evaluations_trains_as_a_plain_loop_with_its_ra
 @pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("options", "precision", "recompute"),
-    [({"bf16": True}, "bf16", False), ({"gradient_checkpointing": True}, "fp32", True)],
+    [({"bf16": True}, "bf16-mixed", False), ({"gradient_checkpointing": True}, "fp32", True)],
 )
 def test_bf16_and_checkpointed_activations_are_those_of_the_plain_loop(
     options: dict[str, Any], precision: str, recompute: bool, tmp_path: Path
@@ -351,6 +351,35 @@ def test_a_model_in_eval_mode_is_trained_with_its_dropout(tmp_path: Path) -> Non
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
+def test_a_second_train_says_that_its_optimizer_is_fresh(tmp_path: Path) -> None:
+    """A max_grad_norm below 0 clips nothing, as in the library; metrics have the epoch."""
+    args = arguments(tmp_path, max_steps=1, max_grad_norm=-1.0)
+    trainer = Trainer(llama(1), args, train_dataset=texts(8), local=1)
+    assert trainer.job is not None
+    assert trainer.job.clip_norm is None
+    told = []
+    for _ in range(2):
+        with capture_logs() as logged:
+            metrics = trainer.train().metrics
+        told.append(Event.FRESH_OPTIMIZER in [line["event"] for line in logged])
+        assert metrics["epoch"] == 0.5
+    assert told == [False, True]
+
+
+@pytest.mark.slow
+def test_an_error_in_the_middle_says_how_a_script_goes_on(tmp_path: Path) -> None:
+    class Clips(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            args.max_grad_norm = 0.1 * state.global_step
+
+    trainer = Trainer(llama(1), arguments(tmp_path), train_dataset=texts(16), callbacks=[Clips()], local=1)
+    with pytest.raises(
+        UsageError, match=r"max_grad_norm.*; once it is mended: `train\(resume_from_checkpoint=True\)`$"
+    ):
+        trainer.train()
+
+
 # -- what is refused, before anything runs -------------------------------------------------------------------------
 
 
@@ -376,7 +405,7 @@ def test_a_subclass_that_computes_steps_itself_is_refused(tmp_path: Path) -> Non
         def compute_loss(self, *_: Any) -> Any:
             raise AssertionError
 
-    with pytest.raises(UsageError, match=r"Mine\.compute_loss would never be called"):
+    with pytest.raises(UsageError, match=r"Mine\.compute_loss at \S+test_trainer\.py:\d+ would never be called"):
         Mine(llama(), arguments(tmp_path))
 
 
