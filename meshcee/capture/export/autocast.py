@@ -13,60 +13,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from meshcee.capture.export.refusals import instead, replaced, users_line, where
+from meshcee.capture.export.refusals import instead, where
+from meshcee.capture.export.settings import AUTOCAST_OFF, AUTOCAST_ON, SINCE
 from meshcee.capture.graph import quiet
 from meshcee.errors import CaptureError
 
-__all__ = ["KEPT", "MODES", "SET_GRAD", "flat", "with_conversions"]
+__all__ = ["does_nothing", "with_conversions"]
 
-KEPT = "meshcee_kept"  # in the meta of a weight's conversion: since when autocast is on. Torch keeps that of a trained weight
-SET_GRAD: Any = torch._C._set_grad_enabled
-_ON: Any = torch.amp.autocast_mode._enter_autocast
-_OFF: Any = torch.amp.autocast_mode._exit_autocast
-MODES = frozenset({_ON, _OFF})
-_INIT: Any = torch.autocast.__init__
 _CONVERTS = torch.ops.aten._to_copy.default
 Conversions = dict[int, torch.dtype]  # of operands, by their place
 _DEEPEST = 8  # how often an operator is taken apart
 
 
-@contextlib.contextmanager
-def flat() -> Iterator[None]:
-    """Meanwhile torch.export leaves a graph as it was traced: modes begin and end at nodes.
-
-    It would put what a mode is for into graphs of their own, and loses torch.no_grad() inside of autocast. Nor would it tell
-    whether torch keeps converted weights, as it keeps none itself.
-    """
-    keeps = torch.is_autocast_cache_enabled()
-    with (
-        replaced(torch, "is_autocast_cache_enabled", lambda: keeps),
-        replaced(torch.autocast, "__init__", _asked),
-        replaced(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given),
-        replaced(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given),
-    ):
-        yield
-
-
-def _asked(
-    self: Any, device_type: str, dtype: torch.dtype | None = None, enabled: bool = True, *more: Any, **named: Any
-) -> None:
-    """Of a mode that forward makes: without such a device torch itself leaves it off."""
-    if enabled and device_type != "cpu":
-        raise _does_nothing(device_type, str(users_line()))
-    _INIT(self, device_type, dtype, enabled, *more, **named)
-
-
-def _does_nothing(device: str, at: str) -> CaptureError:
+def does_nothing(device: str, at: str) -> CaptureError:
     return CaptureError(
         f"torch.autocast({device!r}) is on{at}, and does nothing on the CPU, where a model is captured; write "
         "torch.autocast(x.device.type, ...), or leave it out and say Job(precision='bf16-mixed')"
@@ -79,13 +47,13 @@ def with_conversions(graph: Any) -> None:
     known: dict[Any, Conversions | None] = {}
     since = 0
     for place, node in enumerate(list(graph.nodes)):
-        if node.target is _ON:
+        if node.target is AUTOCAST_ON:
             device, dtype, enabled, keeps = node.args
             since = since if on else place
             if enabled and device != "cpu":
-                raise _does_nothing(device, next((str(where(n)) for n in list(graph.nodes)[place:] if where(n)), ""))
+                raise does_nothing(device, next((str(where(n)) for n in list(graph.nodes)[place:] if where(n)), ""))
             on.append(_Mode(dtype if enabled else None, since if keeps else None, known))
-        elif node.target is _OFF:
+        elif node.target is AUTOCAST_OFF:
             on.pop()
         elif on and on[-1].dtype is not None and isinstance(node.target, torch._ops.OpOverload):
             on[-1].convert(graph, node)
@@ -122,7 +90,7 @@ class _Mode:
         with held.fake_mode:
             made.meta["val"] = held.to(dtype)
         if self.since is not None and dtype == self.dtype:
-            made.meta[KEPT] = self.since
+            made.meta[SINCE] = self.since
         return made
 
     def _taken_apart(self, graph: Any, node: Any, leaves: Sequence[Any], spec: TreeSpec) -> list[Any]:

@@ -7,20 +7,31 @@ An operation that cannot be captured becomes one sentence, which names the opera
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import nn
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 
-from meshcee.capture.export.autocast import KEPT, MODES, SET_GRAD, flat, with_conversions
 from meshcee.capture.export.functions import BEGINS, ENDS, backward_program, renumbered, traced_functions
 from meshcee.capture.export.products import one_order
-from meshcee.capture.export.refusals import COUNTED, LENGTH, RANKS, Watched, explain, instead, where
-from meshcee.capture.export.settings import PEERS_DEFAULT
+from meshcee.capture.export.refusals import (
+    COUNTED,
+    LENGTH,
+    RANKS,
+    Watched,
+    explain,
+    instead,
+    replaced,
+    users_line,
+    where,
+)
+from meshcee.capture.export.settings import AUTOCAST_OFF, AUTOCAST_ON, PEERS_DEFAULT, SINCE
 from meshcee.capture.export.sizes import Branch, branches_of
 from meshcee.capture.graph import (
     FUNCTION,
@@ -49,6 +60,8 @@ __all__ = ["EXAMPLES", "Exported", "export_module", "is_factory"]
 EXAMPLES = 3  # samples in the example batch; not 1, which torch.export would treat as special
 UNBRANCHED = 2  # the least size that torch.export lets vary, whatever the model does
 LENGTH_MARGIN = 8  # a size that varies may be this many times that of the example, if the model takes so much
+_SET_GRAD: Any = torch._C._set_grad_enabled
+_INIT: Any = torch.autocast.__init__
 _DROPPED = re.compile(r"aten\._assert.*|aten\.sym_constrain.*|.*_assert_scalar.*|_operator\.(and_|or_)")
 # What reads memory that nobody wrote becomes its zero-filled twin: the same to a program that fills it first. Other names of
 # an operator become its own.
@@ -71,6 +84,32 @@ _INSTEAD_OF = {
     "aten.renorm.default": "scale x by x.norm(dim=1, keepdim=True)",
 }
 _WITHOUT_GRADIENT = re.compile(r"aten\.randint_like\..*")
+
+
+@contextlib.contextmanager
+def _flat() -> Iterator[None]:
+    """Meanwhile torch.export leaves a graph as it was traced: modes begin and end at nodes.
+
+    It would put what a mode is for into graphs of their own, and loses torch.no_grad() inside of autocast. Nor would it tell
+    whether torch keeps converted weights, as it keeps none itself.
+    """
+    keeps = torch.is_autocast_cache_enabled()
+    with (
+        replaced(torch, "is_autocast_cache_enabled", lambda: keeps),
+        replaced(torch.autocast, "__init__", _begun),
+        replaced(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given),
+        replaced(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given),
+    ):
+        yield
+
+
+def _begun(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *more: Any, **named: Any) -> None:
+    """Of a mode that forward makes: without such a device torch itself leaves it off."""
+    if enabled and device_type != "cpu":
+        from meshcee.capture.export.autocast import does_nothing
+
+        raise does_nothing(device_type, str(users_line()))
+    _INIT(self, device_type, dtype, enabled, *more, **named)
 
 
 @dataclasses.dataclass
@@ -101,7 +140,7 @@ def export_module(
     batch = torch.export.Dim("batch", min=1, max=max(most, EXAMPLES))
     shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
-        with quiet(), flat(), one_order(most), traced_functions(backward=not evaluates), Watched() as watched:
+        with quiet(), _flat(), one_order(most), traced_functions(backward=not evaluates), Watched() as watched:
             given = tuple(tensor.detach() for tensor in arguments.values())  # labels in x and in y would be one input
             exported = torch.export.export(module, given, dynamic_shapes=(shapes,), strict=False)
     except MeshceeError:
@@ -166,7 +205,7 @@ class _Flattener:
         self.size_numbers: dict[Any, int] = {}  # symbol of a raw input's size -> the one node that reads it
         self.raw_sizes: dict[Any, tuple[int, int]] = {}  # symbol -> the first raw input that has it, and where
         self.sizes = _Sizes(exported.range_constraints)
-        self.kept: dict[tuple[int, int] | None, Ref] = {}  # a weight that autocast has converted -> the result
+        self.converted: dict[tuple[int, int] | None, Ref] = {}  # what torch makes once under autocast -> the result
         self.backward_at = 0  # where the backward pass of the function begins that is being walked
 
     def run(self, asked: Mapping[str, Place]) -> Exported:
@@ -189,7 +228,10 @@ class _Flattener:
             self.sizes.branches = branches_of(mode.shape_env, asked, places, pads)
         for placeholder in placeholders:
             self._input(placeholder, specs[placeholder.name], raw_of)
-        with_conversions(graph)
+        if any(node.target is AUTOCAST_ON for node in graph.nodes):
+            from meshcee.capture.export.autocast import with_conversions
+
+            with_conversions(graph)
         self._graph(graph)
         output = next(n for n in graph.nodes if n.op == "output")
         kinds = [s.kind.name for s in self.exported.graph_signature.output_specs]
@@ -244,9 +286,9 @@ class _Flattener:
     def _graph(self, graph: Any) -> None:
         needed, no_grad, around = _needed(graph), False, torch.is_grad_enabled()
         for node in graph.nodes:
-            if node.op in ("placeholder", "output") or node not in needed or node.target in MODES:
+            if node.op in ("placeholder", "output") or node not in needed or node.target in (AUTOCAST_ON, AUTOCAST_OFF):
                 continue
-            if node.target is SET_GRAD:
+            if node.target is _SET_GRAD:
                 no_grad = around and not node.args[0]
             elif node.op == "call_function":
                 self._call(node, no_grad)
@@ -300,28 +342,30 @@ class _Flattener:
             self.size_numbers[symbol] = len(self.inputs) + len(self.nodes)
         if is_factory(target) and torch.get_default_dtype() != PEERS_DEFAULT:
             kwargs["dtype"] = held.dtype  # as it was made here
-        weight = self._kept(node)
-        if weight in self.kept:
-            self.numbers[node] = self.kept[weight]
+        once = self._once(node)
+        if once in self.converted:
+            self.numbers[node] = self.converted[once]
             return
-        no_grad = no_grad and weight is None  # what torch keeps has a gradient
+        no_grad = no_grad and once is None  # what torch keeps has a gradient
         value = self._value(held, "", f"operation {name}{where(node)} makes", where(node))
         self._add(
             node, Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node), at=str(where(node)))
         )
-        if weight is not None:
-            self.kept[weight] = self.numbers[node]
+        if once is not None:
+            self.converted[once] = self.numbers[node]
         if into is not None:  # what was computed is written to where it was asked for
             copied = find_operator("aten.copy_.default")
             self._add(
                 node, dataclasses.replace(self.nodes[-1], operator=copied, args=(into, self.numbers[node]), kwargs={})
             )
 
-    def _kept(self, node: Any) -> tuple[int, int] | None:
-        """The trained weight whose conversion torch keeps, and when autocast was put on, if the node is one."""
-        given, since = self.numbers[node.args[0]] if KEPT in node.meta else None, node.meta.get(KEPT)
+    def _once(self, node: Any) -> tuple[int, int] | None:
+        """A trained weight and since when autocast is on, if the node is what torch then makes once: its conversion."""
+        if SINCE not in node.meta:
+            return None
+        given = self.numbers[node.args[0]]
         is_weight = isinstance(given, Ref) and given.index < len(self.inputs) and self.inputs[given.index].trainable
-        return (given.index, since) if given is not None and since is not None and is_weight else None
+        return (given.index, node.meta[SINCE]) if is_weight else None
 
     def _function(self, node: Any) -> None:
         """Cut the backward pass out of the nodes, as a program of its own, and give it to the function's node."""

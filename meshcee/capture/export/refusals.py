@@ -637,10 +637,8 @@ _GRADIENTS: tuple[tuple[Any, str, str], ...] = (
 def _unforked(*args: Any, **kwargs: Any) -> Any:
     if kwargs.get("enabled", True) and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
         advice = instead(users_line(), "draw without it, or draw in data[i] and give what is drawn with x")
-        raise CaptureError(
-            f"torch.random.fork_rng is used in forward{users_line()}, as for a seed of its own, and generators of peers go on; "
-            + advice
-        )
+        why = f"torch.random.fork_rng is used in forward{users_line()}, as for a seed of its own, and generators of peers go on"
+        raise CaptureError(f"{why}; {advice}")
     return _FORK(*args, **kwargs)
 
 
