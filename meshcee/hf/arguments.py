@@ -174,7 +174,6 @@ def optimizer_of(args: Any, model: nn.Module) -> Optimizer:
     name = getattr(kind, "__name__", "")
     if name not in PER_PARAMETER or kind is not getattr(torch.optim, name):
         raise UsageError(f"optim={str(args.optim)!r} cannot be shared between machines; {_OTHER_OPTIMIZER}")
-    options.pop("fused", None)  # only a kernel: the same update up to rounding, and ours is that of the unfused loop
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     decays = set(trainer.get_decay_parameter_names(None, model))
     spared = patterns([n for n in trained if n not in decays], [n for n in trained if n in decays])

@@ -169,7 +169,7 @@ def test_steps_and_epochs(tmp_path: Path) -> None:
     ("options", "name", "expected"),
     [
         ({}, "AdamW", {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
-        ({"optim": "adamw_torch_fused", "adam_beta1": 0.8}, "AdamW", {"betas": (0.8, 0.999)}),
+        ({"optim": "adamw_torch_fused", "adam_beta1": 0.8}, "AdamW", {"betas": (0.8, 0.999), "fused": True}),
         ({"optim": "sgd", "optim_args": "momentum=0.5"}, "SGD", {"lr": 0.01, "momentum": 0.5}),
         ({"optim": "adagrad"}, "Adagrad", {"lr": 0.01}),
         ({"optim": "rmsprop"}, "RMSprop", {"lr": 0.01}),

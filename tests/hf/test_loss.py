@@ -239,6 +239,22 @@ def test_a_bert_equals_the_librarys_trainer(tmp_path: Path) -> None:
     torch.testing.assert_close(found.state_dict, state, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_where_no_micro_batches_are_added_up_all_bits_are_the_librarys(bf16: bool, tmp_path: Path) -> None:
+    """With its default optimizer, whose kernel is fused, and with its autocast."""
+    model, data = llama(), texts(20)
+    args = arguments(
+        tmp_path, save_strategy="no", gradient_accumulation_steps=1, weight_decay=0.1, bf16=bf16, use_cpu=True
+    )
+    assert args.optim == "adamw_torch_fused"
+    trainer = Trainer(copy.deepcopy(model), args, train_dataset=data)
+    assert trainer.job is not None
+    found = meshcee.plain(trainer.job)
+    losses, state = theirs(model, args, data)
+    assert found.losses == losses
+    assert all(torch.equal(state[name], tensor) for name, tensor in found.state_dict.items())
+
+
 @pytest.mark.parametrize("share", ["divided", "undivided"])
 def test_whatever_a_model_does_with_the_number_its_job_equals_the_librarys_trainer(share: str, tmp_path: Path) -> None:
     """A loss that is not divided is added up, as the library adds it up."""
