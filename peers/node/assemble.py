@@ -301,7 +301,7 @@ async def a_peer(options: JoinOptions, home: Home) -> AsyncIterator[Node]:
         known = before.holds(identity.peer_id, time.time()) if before is not None else None
         needs_nobody = root is not None or known is not None or (here is not None and here.admin.lets_in)
         others = Membership.met(home, mesh) if mesh is not None and needs_nobody else ()
-        joined = (*seeds, *others)
+        joined = (*seeds, *others) if seeds else ()  # who founds a mesh calls others later, and needs none of them
         if seeds and {peer_of(address) for address in joined} <= {*down(home), identity.peer_id}:
             raise JoinError(LEADS_NOWHERE)
         daemon = P2PDaemon(identity, listen=[listen], announce=announce, seeds=joined, timeouts=timeouts)

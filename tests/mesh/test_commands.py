@@ -559,11 +559,15 @@ def test_on_the_first_machine_a_line_leads_to_others_while_its_own_peer_is_down(
 
 
 @pytest.mark.slow
-def test_where_only_this_machines_own_peer_could_answer_it_is_named(tmp_path: Path) -> None:
-    with peers(tmp_path, 1, "--open") as mesh:
+@pytest.mark.parametrize("said", [(), ("--open",)], ids=["with a key", "open"])
+def test_where_only_this_machines_own_peer_could_answer_it_is_named(tmp_path: Path, said: tuple[str, ...]) -> None:
+    with peers(tmp_path, 1, *said) as mesh:
         mesh.kill("peer-0")
         done = meshcee("status", "--join", mesh.token, home=tmp_path, timeout_s=15)
         assert (done.code, "this machine's own peer, which is not running" in done.err) == (3, True), done.err
+        line, mesh.token = mesh.token, ""
+        mesh.start("again", *said)  # alone, as before
+        assert names(line, tmp_path) == {"again"}
 
 
 def knows(home: Path, count: int) -> bool:
