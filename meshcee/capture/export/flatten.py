@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 
 from meshcee.capture.export.functions import BEGINS, ENDS, backward_program, renumbered, traced_functions
 from meshcee.capture.export.products import one_order
@@ -93,6 +92,8 @@ def _flat() -> Iterator[None]:
     It would put what a mode is for into graphs of their own, and loses torch.no_grad() inside of autocast. Nor would it tell
     whether torch keeps converted weights, as it keeps none itself.
     """
+    from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass  # which load sympy
+
     keeps = torch.is_autocast_cache_enabled()
     with (
         replaced(torch, "is_autocast_cache_enabled", lambda: keeps),
