@@ -97,7 +97,15 @@ def halves(m: Shared, x: torch.Tensor) -> torch.Tensor:
         return m.one(x)
 
 
+def two_types(m: Shared, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.float16):
+        h = m.one(x).float()
+    with bf16():
+        return m.one(h)
+
+
 REGIONS = (
+    two_types,
     *(one_region, two_regions, nested, nothing_kept, without_gradient_first, without_gradient_last),
     *(decorated, taken_apart, halves),
 )
@@ -184,6 +192,68 @@ def test_backward_of_a_function_runs_where_autocast_is_off(function: type[Plain]
         return function.apply(m.one(x), m.one.weight)  # type: ignore[no-any-return, no-untyped-call]
 
     assert difference(job_of(Shared(run), precision=MIXED)) == ""
+
+
+class Direct(Plain):
+    """Whose forward converts the weight first: autograd has the function before that conversion."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w.float())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return grad.to(w.dtype) @ w, grad.to(w.dtype).t() @ x.to(w.dtype)
+
+
+def test_a_weight_that_a_function_converts_first_gets_its_gradients_in_the_plain_loops_order() -> None:
+    def run(m: Shared, x: torch.Tensor) -> torch.Tensor:
+        h: torch.Tensor = Direct.apply(m.one(x), m.one.weight)  # type: ignore[no-untyped-call]
+        h = h + F.linear(h, m.one.weight) + h @ (m.one.weight * 2)
+        return Direct.apply(h, m.one.weight)  # type: ignore[no-any-return, no-untyped-call]
+
+    assert difference(job_of(Shared(run), precision=MIXED)) == ""
+
+
+def switched(m: Shared, x: torch.Tensor) -> torch.Tensor:
+    torch.set_autocast_enabled("cpu", False)
+    h = m.one(x)
+    torch.set_autocast_enabled("cpu", True)
+    return h
+
+
+def cleared(m: Shared, x: torch.Tensor) -> torch.Tensor:
+    h = m.one(x)
+    torch.clear_autocast_cache()
+    return m.one(h)
+
+
+@pytest.mark.parametrize("run", [switched, cleared], ids=lambda run: run.__name__)
+def test_what_changes_autocast_without_a_with_is_refused(run: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(
+        CaptureError, match=r"torch.\w+autocast\w+ is called in forward at .*test_autocast.py.*by a `with` alone"
+    ):
+        capture(job_of(Shared(run), precision=MIXED))
+    assert torch.is_autocast_cache_enabled()
+
+
+def test_an_operator_that_hides_its_conversions_is_refused_whatever_its_numbers() -> None:
+    """With a weight of zeros the first step is equal, and the second is not."""
+
+    class Gate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.mix = nn.Linear(WIDTH, WIDTH), nn.Bilinear(WIDTH, WIDTH, WIDTH)
+            nn.init.zeros_(self.mix.weight)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.inner(x) + self.mix(x, x.flip(1))
+            return found
+
+    with pytest.raises(CaptureError, match=r"_trilinear.* at .*test_autocast.py.*leave autocast for it"):
+        capture(job_of(Gate(), precision=MIXED))
 
 
 class Recurrent(nn.Module):

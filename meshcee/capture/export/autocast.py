@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,17 +21,19 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from meshcee.capture.export.modes import AUTOCAST_OFF, AUTOCAST_ON, SINCE
 from meshcee.capture.export.refusals import instead, where
-from meshcee.capture.export.settings import AUTOCAST_OFF, AUTOCAST_ON, SINCE
 from meshcee.capture.graph import quiet
 from meshcee.errors import CaptureError
+from meshcee.files.tensor_files import byte_view
 
 __all__ = ["does_nothing", "with_conversions"]
 
 _CONVERTS = torch.ops.aten._to_copy.default
 Conversions = dict[int, torch.dtype]  # of operands, by their place
+_MOST_NUMBERS = 1 << 22  # that an operator is tried with
 _DEEPEST = 8  # how often an operator is taken apart
 
 
@@ -55,7 +58,7 @@ def with_conversions(graph: Any) -> None:
             on.append(_Mode(dtype if enabled else None, since if keeps else None, known))
         elif node.target is AUTOCAST_OFF:
             on.pop()
-        elif on and on[-1].dtype is not None and isinstance(node.target, torch._ops.OpOverload):
+        elif on and on[-1].dtype is not None and getattr(node.target, "namespace", "") == "aten":
             on[-1].convert(graph, node)
 
 
@@ -132,14 +135,38 @@ class _Mode:
         if not any(isinstance(value, torch.Tensor) and value.is_floating_point() for value in values):
             return {}
         told = tuple(_told(value) for value in values)
-        key = (target, str(spec), told)
+        key = (self.dtype, target, str(spec), told)
         if key not in self.known:
             with FakeTensorMode():
                 given = [_as_told(*each) if isinstance(each, tuple) else each for each in told]
                 with self._on():
                     done = _done(target, given, spec)
-                self.known[key] = _explained(done, target, given, spec)
+                self.known[key] = found = _explained(done, target, given, spec)
+            if found == {} and self._hides(target, told, spec):
+                self.known[key] = None
         return self.known[key]
+
+    def _hides(self, target: Any, told: Sequence[Any], spec: TreeSpec) -> bool:
+        """Whether numbers are others under autocast, though no conversion was seen: some kernels call operators of their own."""
+        if (
+            "empty" in target.name()
+            or sum(math.prod(each[1]) for each in told if isinstance(each, tuple)) > _MOST_NUMBERS
+        ):
+            return False
+        results = []
+        for mode in (contextlib.nullcontext(), self._on()):
+            generator = torch.Generator().manual_seed(0)
+            args, kwargs = tree_unflatten(
+                [_example(e[0], e[1], e[2], generator) if isinstance(e, tuple) else e for e in told], spec
+            )
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), mode:
+                torch.manual_seed(0)
+                try:
+                    results.append(tree_leaves(target(*args, **kwargs)))
+                except Exception:  # operators raise what they like, of numbers that mean nothing
+                    return False
+        tensors = [[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] for leaves in results]
+        return any(a.dtype != b.dtype or byte_view(a) != byte_view(b) for a, b in zip(*tensors, strict=True))
 
     def _on(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", self.dtype, cache_enabled=False)
@@ -210,6 +237,15 @@ def _told(value: Any) -> Any:
 
 def _as_told(dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
     return torch.empty_strided(shape, strides, dtype=dtype)
+
+
+def _example(
+    dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], generator: torch.Generator
+) -> torch.Tensor:
+    """Numbers between 0.5 and 1.5; integers are 0, so that they may be places."""
+    length = 0 if 0 in shape else 1 + sum((size - 1) * stride for size, stride in zip(shape, strides))
+    numbers = torch.rand(length, generator=generator) + 0.5 if dtype.is_floating_point else torch.zeros(length)
+    return numbers.to(dtype).as_strided(shape, strides)
 
 
 def _numbers(sizes: Sequence[Any]) -> tuple[int, ...]:

@@ -7,18 +7,17 @@ An operation that cannot be captured becomes one sentence, which names the opera
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch import nn
 
 from meshcee.capture.export.functions import BEGINS, ENDS, backward_program, renumbered, traced_functions
-from meshcee.capture.export.products import one_order
+from meshcee.capture.export.modes import AUTOCAST_OFF, AUTOCAST_ON, SET_GRAD, SINCE, flat
 from meshcee.capture.export.refusals import (
     COUNTED,
     LENGTH,
@@ -26,12 +25,10 @@ from meshcee.capture.export.refusals import (
     Watched,
     explain,
     instead,
-    replaced,
-    users_line,
     where,
 )
-from meshcee.capture.export.settings import AUTOCAST_OFF, AUTOCAST_ON, PEERS_DEFAULT, SINCE
-from meshcee.capture.export.sizes import Branch, branches_of
+from meshcee.capture.export.settings import PEERS_DEFAULT
+from meshcee.capture.export.sizes import Branch, branches_of, one_order
 from meshcee.capture.graph import (
     FUNCTION,
     Batch,
@@ -59,8 +56,6 @@ __all__ = ["EXAMPLES", "Exported", "export_module", "is_factory"]
 EXAMPLES = 3  # samples in the example batch; not 1, which torch.export would treat as special
 UNBRANCHED = 2  # the least size that torch.export lets vary, whatever the model does
 LENGTH_MARGIN = 8  # a size that varies may be this many times that of the example, if the model takes so much
-_SET_GRAD: Any = torch._C._set_grad_enabled
-_INIT: Any = torch.autocast.__init__
 _DROPPED = re.compile(r"aten\._assert.*|aten\.sym_constrain.*|.*_assert_scalar.*|_operator\.(and_|or_)")
 # What reads memory that nobody wrote becomes its zero-filled twin: the same to a program that fills it first. Other names of
 # an operator become its own.
@@ -82,35 +77,8 @@ _INSTEAD_OF = {
     "aten.bincount.default": COUNTED,
     "aten.renorm.default": "scale x by x.norm(dim=1, keepdim=True)",
 }
+_SAME = ("aten.view_as.default", "aten.to.dtype")  # where the type stays
 _WITHOUT_GRADIENT = re.compile(r"aten\.randint_like\..*")
-
-
-@contextlib.contextmanager
-def _flat() -> Iterator[None]:
-    """Meanwhile torch.export leaves a graph as it was traced: modes begin and end at nodes.
-
-    It would put what a mode is for into graphs of their own, and loses torch.no_grad() inside of autocast. Nor would it tell
-    whether torch keeps converted weights, as it keeps none itself.
-    """
-    from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass  # which load sympy
-
-    keeps = torch.is_autocast_cache_enabled()
-    with (
-        replaced(torch, "is_autocast_cache_enabled", lambda: keeps),
-        replaced(torch.autocast, "__init__", _begun),
-        replaced(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given),
-        replaced(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given),
-    ):
-        yield
-
-
-def _begun(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *more: Any, **named: Any) -> None:
-    """Of a mode that forward makes: without such a device torch itself leaves it off."""
-    if enabled and device_type != "cpu":
-        from meshcee.capture.export.autocast import does_nothing
-
-        raise does_nothing(device_type, str(users_line()))
-    _INIT(self, device_type, dtype, enabled, *more, **named)
 
 
 @dataclasses.dataclass
@@ -141,7 +109,7 @@ def export_module(
     batch = torch.export.Dim("batch", min=1, max=max(most, EXAMPLES))
     shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
-        with quiet(), _flat(), one_order(most), traced_functions(backward=not evaluates), Watched() as watched:
+        with quiet(), flat(), one_order(most), traced_functions(backward=not evaluates), Watched() as watched:
             given = tuple(tensor.detach() for tensor in arguments.values())  # labels in x and in y would be one input
             exported = torch.export.export(module, given, dynamic_shapes=(shapes,), strict=False)
     except MeshceeError:
@@ -207,7 +175,8 @@ class _Flattener:
         self.raw_sizes: dict[Any, tuple[int, int]] = {}  # symbol -> the first raw input that has it, and where
         self.sizes = _Sizes(exported.range_constraints)
         self.converted: dict[tuple[int, int] | None, Ref] = {}  # what torch makes once under autocast -> the result
-        self.backward_at = 0  # where the backward pass of the function begins that is being walked
+        self.waiting: dict[tuple[int, int] | None, Node] = {}  # the same, which a function's forward has made first
+        self.backward_at: int | None = None  # where the backward pass of the function begins that is being walked
 
     def run(self, asked: Mapping[str, Place]) -> Exported:
         """`asked`: conditions of sizes that Python code has asked for, and where."""
@@ -289,7 +258,7 @@ class _Flattener:
         for node in graph.nodes:
             if node.op in ("placeholder", "output") or node not in needed or node.target in (AUTOCAST_ON, AUTOCAST_OFF):
                 continue
-            if node.target is _SET_GRAD:
+            if node.target is SET_GRAD:
                 no_grad = around and not node.args[0]
             elif node.op == "call_function":
                 self._call(node, no_grad)
@@ -347,12 +316,16 @@ class _Flattener:
         if once in self.converted:
             self.numbers[node] = self.converted[once]
             return
-        no_grad = no_grad and once is None  # what torch keeps has a gradient
+        inside = once is not None and args[0] != Ref(once[0])  # of a function's forward
+        if once is not None:  # it has a gradient wherever it is made
+            no_grad, args[0] = False, Ref(once[0])
         value = self._value(held, "", f"operation {name}{where(node)} makes", where(node))
         self._add(
             node, Node(operator, tuple(args), kwargs, value, no_grad=no_grad, scope=_scope(node), at=str(where(node)))
         )
-        if once is not None:
+        if inside:
+            self.waiting[once] = self.nodes[-1]
+        elif once is not None:
             self.converted[once] = self.numbers[node]
         if into is not None:  # what was computed is written to where it was asked for
             copied = find_operator("aten.copy_.default")
@@ -362,19 +335,32 @@ class _Flattener:
 
     def _once(self, node: Any) -> tuple[int, int] | None:
         """A trained weight and since when autocast is on, if the node is what torch then makes once: its conversion."""
-        if SINCE not in node.meta:
+        if SINCE not in node.meta or self.backward_at is not None:
             return None
-        given = self.numbers[node.args[0]]
-        is_weight = isinstance(given, Ref) and given.index < len(self.inputs) and self.inputs[given.index].trainable
-        return (given.index, node.meta[SINCE]) if is_weight else None
+        number = self.numbers[node.args[0]].index
+        while (made := self._made(number)) is not None:  # a function's forward is given a view of each argument
+            source = made.refs[0] if made.refs else number
+            if made.operator.name not in _SAME or self._value_of(source).dtype != made.value.dtype:
+                return None
+            number = source
+        return (number, node.meta[SINCE]) if self.inputs[number].trainable else None
+
+    def _made(self, number: int) -> Node | None:
+        return self.nodes[number - len(self.inputs)] if number >= len(self.inputs) else None
+
+    def _value_of(self, number: int) -> Value:
+        made = self._made(number)
+        return self.inputs[number].value if made is None else made.value
 
     def _function(self, node: Any) -> None:
         """Cut the backward pass out of the nodes, as a program of its own, and give it to the function's node."""
         outputs, inputs, grads, fixed = (self._argument(a, node) for a in node.args)
-        first = len(self.inputs) + self.backward_at
+        begins, self.backward_at = self.backward_at, None
+        assert begins is not None
+        first = len(self.inputs) + begins
         values = [*(entry.value for entry in self.inputs), *(made.value for made in self.nodes)]
-        behind = self.nodes[self.backward_at :]
-        del self.nodes[self.backward_at :]
+        behind = self.nodes[begins:]
+        del self.nodes[begins:]
         stays: dict[
             int, int
         ] = {}  # sizes of what was there before: old number -> new, as other nodes may read them too
@@ -393,6 +379,11 @@ class _Flattener:
         ended = self.nodes[outputs[0].index - len(self.inputs)] if outputs[0].index >= len(self.inputs) else None
         made = Node(find_operator(FUNCTION), arguments, {"backward": backward}, Value("", None, multiple=True))
         self._add(node, made if ended is None else dataclasses.replace(made, scope=ended.scope, at=ended.at))
+        result = self.numbers[node]
+        for once, conversion in self.waiting.items():  # autograd has the function before it
+            self._add(node, conversion)
+            self.converted[once] = self.numbers[node]
+        self.waiting, self.numbers[node] = {}, result
 
     def _add(self, node: Any, made: Node) -> None:
         self.numbers[node] = Ref(len(self.inputs) + len(self.nodes))

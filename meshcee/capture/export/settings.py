@@ -16,15 +16,12 @@ from torch import nn
 from meshcee.errors import CaptureError, UsageError
 from meshcee.optim import Optimizer
 
-__all__ = ["AUTOCAST_OFF", "AUTOCAST_ON", "PEERS_DEFAULT", "SINCE", "peers_default", "refuse_settings", "unfused"]
+__all__ = ["PEERS_DEFAULT", "peers_default", "refuse_settings", "unfused"]
 
 Setting = tuple[Callable[[], Any], tuple[Any, ...]]  # what it is, and what it may be
 _cuda: Any = torch.backends.cuda
 _mkldnn: Any = torch.backends.mkldnn
 PEERS_DEFAULT = torch.float32
-AUTOCAST_ON: Any = torch.amp.autocast_mode._enter_autocast  # nodes of a traced graph
-AUTOCAST_OFF: Any = torch.amp.autocast_mode._exit_autocast
-SINCE = "meshcee_since"  # in the meta of a weight's conversion: since when autocast is on
 IN_DEFAULT = ("NAdam", "ASGD")  # what their numbers depend on, torch keeps in the default type
 EXACT = ("none", "ieee", "tf32")  # no CPU of today has tf32
 MATMUL = "torch.backends.{}.matmul.fp32_precision (torch.set_float32_matmul_precision)"

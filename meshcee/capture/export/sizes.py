@@ -3,23 +3,30 @@
 The idea: while a model is traced, sizes that vary are symbols. Python's `len` would make a number of them. A slice up to a constant
 would be one graph for what is longer and another for what is shorter. Said by x.shape and by torch.sym_min both are one graph. And
 `generator=None`, as torch takes it, has torch look for sizes that are numbers.
+
+Where opt_einsum is installed, torch asks it by sizes in which order einsum multiplies three tensors or more. A graph has one order
+for micro-batches of every size. What an order costs grows with the size, so between two sizes with the same best order there is no
+other. Where that order changes, the job is refused.
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from meshcee.capture.export.refusals import Watched, instead, replaced
+from meshcee.errors import CaptureError
 from meshcee.user_code import Place
 
-__all__ = ["Branch", "branches_of", "sizes_that_vary"]
+__all__ = ["Branch", "branches_of", "one_order", "sizes_that_vary"]
 
 
 @contextlib.contextmanager
@@ -145,3 +152,50 @@ def _is_idle(condition: Any, pads: Collection[Any]) -> bool:
     compares = condition.is_Relational and not (condition.is_Equality or condition.rel_op == "!=")
     sides = (condition.lhs, condition.rhs) if compares else ()
     return {(side.is_Symbol, side.is_number) for side in sides} == {(True, False), (False, True)}
+
+
+LONGEST = 1024  # of dimensions that vary beside the first
+
+
+@contextlib.contextmanager
+def one_order(most: int) -> Iterator[None]:
+    """While a model is exported, for micro-batches of up to `most` samples. Raises CaptureError where the order would change."""
+    library = torch.backends.opt_einsum.get_opt_einsum()
+    if library is None:
+        yield
+        return
+    asked = SimpleNamespace(contract_path=_Asked(library, most).contract_path)
+    with replaced(torch.backends.opt_einsum, "get_opt_einsum", lambda: asked):
+        yield
+
+
+@dataclass(frozen=True)
+class _Asked:
+    library: Any
+    most: int
+
+    def contract_path(self, equation: str, *operands: torch.Tensor, optimize: str) -> tuple[Any, ...]:
+        """As opt_einsum's, whose first item torch takes."""
+        shapes = [tuple(operand.shape) for operand in operands]
+        found = [
+            self.library.contract_path(equation, *sizes, shapes=True, optimize=optimize)[0]
+            for sizes in self._sizes(shapes)
+        ]
+        if any(path != found[0] for path in found):
+            raise CaptureError(
+                f"einsum({equation!r}) multiplies in another order for micro-batches of 1 and of {self.most} samples, as "
+                "opt_einsum is installed here; write torch.backends.opt_einsum.enabled = False at the top of the job's file"
+            )
+        return (found[0],)
+
+    def _sizes(self, shapes: Sequence[tuple[Any, ...]]) -> Iterator[list[tuple[int, ...]]]:
+        """The shapes, with every free dimension at both of its ends."""
+        expressions = [[getattr(size, "node", None) and size.node.expr for size in shape] for shape in shapes]
+        symbols = sorted({s for shape in expressions for e in shape if e is not None for s in e.free_symbols}, key=str)
+        ends = (1, self.most) if len(symbols) < 2 else (1, self.most, LONGEST)
+        for values in itertools.product(ends, repeat=len(symbols)):
+            chosen = dict(zip(symbols, values))
+            yield [
+                tuple(size if e is None else int(e.subs(chosen)) for size, e in zip(shape, exprs))
+                for shape, exprs in zip(shapes, expressions)
+            ]

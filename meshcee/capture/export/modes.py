@@ -1,0 +1,79 @@
+"""Modes in a traced graph: where gradients are recorded, and where autocast is on.
+
+The idea: a graph is a list of operators, and where a mode begins or ends there is a node. torch.export would put what a mode is
+for into graphs of their own, and so loses torch.no_grad() inside of autocast. What changes a mode without a node is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshcee.capture.export.refusals import replaced, users_line
+from meshcee.errors import CaptureError
+
+__all__ = ["AUTOCAST_OFF", "AUTOCAST_ON", "SET_GRAD", "SINCE", "flat"]
+
+SET_GRAD: Any = torch._C._set_grad_enabled
+AUTOCAST_ON: Any = torch.amp.autocast_mode._enter_autocast
+AUTOCAST_OFF: Any = torch.amp.autocast_mode._exit_autocast
+SINCE = "meshcee_since"  # in the meta of a weight's conversion: since when autocast is on
+_INIT: Any = torch.autocast.__init__
+_KEEPS: Any = torch.set_autocast_cache_enabled
+_SETTERS = (
+    *("set_autocast_enabled", "set_autocast_dtype", "set_autocast_cpu_enabled", "set_autocast_cpu_dtype"),
+    "clear_autocast_cache",
+)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@contextlib.contextmanager
+def flat() -> Iterator[None]:
+    """Meanwhile torch.export leaves a graph as it was traced.
+
+    It keeps no converted weights, and nodes say whether torch does.
+    """
+    from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass  # they load sympy
+
+    keeps = torch.is_autocast_cache_enabled()
+    try:
+        with contextlib.ExitStack() as patches:
+            for name in _SETTERS:
+                patches.enter_context(replaced(torch, name, _of_torch_alone(name, getattr(torch, name))))
+            for owner, name, other in (
+                (torch, "is_autocast_cache_enabled", lambda: keeps),
+                (torch, "set_autocast_cache_enabled", lambda _: _KEEPS(False)),
+                (torch.autocast, "__init__", _begun),
+                (replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given),
+                (replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given),
+            ):
+                patches.enter_context(replaced(owner, name, other))
+            yield
+    finally:
+        _KEEPS(keeps)
+
+
+def _of_torch_alone(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*given: Any) -> Any:
+        if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            raise CaptureError(
+                f"torch.{name} is called in forward{users_line()}, and a graph has autocast by a `with` alone: write "
+                "with torch.autocast('cpu', enabled=False): around what it is for"
+            )
+        return own(*given)
+
+    return call
+
+
+def _begun(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *more: Any, **named: Any) -> None:
+    """Of a mode that forward makes: without such a device torch itself leaves it off."""
+    if enabled and device_type != "cpu":
+        from meshcee.capture.export.autocast import does_nothing
+
+        raise does_nothing(device_type, str(users_line()))
+    _INIT(self, device_type, dtype, enabled, *more, **named)
