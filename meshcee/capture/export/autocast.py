@@ -23,25 +23,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from meshcee.capture.export.modes import AUTOCAST_OFF, AUTOCAST_ON, SINCE
+from meshcee.capture.export.modes import AUTOCAST_OFF, AUTOCAST_ON, SINCE, does_nothing
 from meshcee.capture.export.refusals import instead, where
 from meshcee.capture.graph import quiet
 from meshcee.errors import CaptureError
 from meshcee.files.tensor_files import byte_view
 
-__all__ = ["does_nothing", "with_conversions"]
+__all__ = ["with_conversions"]
 
 _CONVERTS = torch.ops.aten._to_copy.default
 Conversions = dict[int, torch.dtype]  # of operands, by their place
 _MOST_NUMBERS = 1 << 22  # that an operator is tried with
 _DEEPEST = 8  # how often an operator is taken apart
-
-
-def does_nothing(device: str, at: str) -> CaptureError:
-    return CaptureError(
-        f"torch.autocast({device!r}) is on{at}, and does nothing on the CPU, where a model is captured; write "
-        "torch.autocast(x.device.type, ...), or leave it out and say Job(precision='bf16-mixed')"
-    )
 
 
 def with_conversions(graph: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from meshcee.capture.export.refusals import replaced, users_line
 from meshcee.errors import CaptureError
 
-__all__ = ["AUTOCAST_OFF", "AUTOCAST_ON", "SET_GRAD", "SINCE", "flat"]
+__all__ = ["AUTOCAST_OFF", "AUTOCAST_ON", "SET_GRAD", "SINCE", "does_nothing", "flat"]
 
 SET_GRAD: Any = torch._C._set_grad_enabled
 AUTOCAST_ON: Any = torch.amp.autocast_mode._enter_autocast
@@ -73,7 +73,12 @@ def _of_torch_alone(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
 def _begun(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, *more: Any, **named: Any) -> None:
     """Of a mode that forward makes: without such a device torch itself leaves it off."""
     if enabled and device_type != "cpu":
-        from meshcee.capture.export.autocast import does_nothing
-
         raise does_nothing(device_type, str(users_line()))
     _INIT(self, device_type, dtype, enabled, *more, **named)
+
+
+def does_nothing(device: str, at: str) -> CaptureError:
+    return CaptureError(
+        f"torch.autocast({device!r}) is on{at}, and does nothing on the CPU, where a model is captured; write "
+        "torch.autocast(x.device.type, ...), or leave it out and say Job(precision='bf16-mixed')"
+    )
