@@ -90,7 +90,9 @@ class _Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_memory(t) for t in _tensors((*args, *(kwargs or {}).values()))}
         # No number is drawn, and some of torch's rules for fake tensors take no generator.
-        out = func(*args, **{name: v for name, v in (kwargs or {}).items() if not isinstance(v, torch.Generator)})
+        drawn = {name: v for name, v in (kwargs or {}).items() if not isinstance(v, torch.Generator)}
+        wanted = {a.name: None for a in func._schema.arguments if a.name == "generator" and not a.has_default_value()}
+        out = func(*args, **wanted, **drawn)
         for tensor in _tensors([out]):
             storage = tensor.untyped_storage()
             key = storage._cdata

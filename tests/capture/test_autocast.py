@@ -97,6 +97,17 @@ def halves(m: Shared, x: torch.Tensor) -> torch.Tensor:
         return m.one(x)
 
 
+@torch.autocast("cuda", enabled=False)
+def in_full(t: torch.Tensor) -> torch.Tensor:
+    """As rotary embeddings are written; on a CPU its autocast goes on."""
+    return torch.cat([t * 0.5, t.float()], -1)
+
+
+def off_elsewhere(m: Shared, x: torch.Tensor) -> torch.Tensor:
+    with bf16():
+        return m.one(in_full(m.one(x))[:, ::2])
+
+
 def two_types(m: Shared, x: torch.Tensor) -> torch.Tensor:
     with torch.autocast("cpu", torch.float16):
         h = m.one(x).float()
@@ -106,6 +117,7 @@ def two_types(m: Shared, x: torch.Tensor) -> torch.Tensor:
 
 REGIONS = (
     two_types,
+    off_elsewhere,
     *(one_region, two_regions, nested, nothing_kept, without_gradient_first, without_gradient_last),
     *(decorated, taken_apart, halves),
 )

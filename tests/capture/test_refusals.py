@@ -182,6 +182,9 @@ def assigns(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
     return h
 
 
+SPARSE = torch.eye(4).to_sparse()
+
+
 def half(h: torch.Tensor) -> torch.Tensor:
     return h * 0.5
 
@@ -311,6 +314,10 @@ REFUSED = {
         lambda _, h: scripted(h),
         rf"a scripted function is called at .*{HERE} .*without torch\.jit\.script",
     ),
+    "a sparse tensor": (
+        lambda _, h: torch.spmm(SPARSE, h.t()).t(),
+        rf"sparse tensor is used at .*{HERE}.*give its to_dense",
+    ),
     "a .data that is assigned": (assigns, rf"a \.data is assigned at .*{HERE} .*compute with what it shall be"),
     "sparse tensors": (lambda _, h: h.to_sparse().to_dense(), rf"{HERE}.*to_sparse.*torch functions"),
     "another library's operator": (lambda _, h: twice(h), rf"operation tests\.twice\.default at .*{HERE}.*allow-list"),
@@ -437,7 +444,10 @@ def test_modules_that_are_not_ready_are_told_before_anything_is_traced() -> None
     nested[0].compile(backend="eager")
     with pytest.warns(DeprecationWarning, match="deprecated"):
         scripted = torch.jit.script(nn.Linear(4, 4))
+    graph = nn.Linear(4, 4)
+    graph.register_buffer("edges", torch.eye(4).to_sparse())
     for model, says in (
+        (graph, "'edges' is sparse.*register edges.to_dense"),
         (nn.LazyLinear(4), "'weight' has no shape yet; run one batch through the model"),
         (torch.compile(nn.Linear(4, 4), backend="eager"), "the model is compiled.*without torch.compile"),
         (nested, "module '0' is compiled"),

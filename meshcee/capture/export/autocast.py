@@ -48,7 +48,10 @@ def with_conversions(graph: Any) -> None:
             since = since if on else place
             if enabled and device != "cpu":
                 raise does_nothing(device, next((str(where(n)) for n in list(graph.nodes)[place:] if where(n)), ""))
-            on.append(_Mode(dtype if enabled else None, since if keeps else None, known))
+            mode = _Mode(dtype if enabled else None, since if keeps else None, known)
+            if device != "cpu":  # it is off there, and here what is on goes on
+                mode = on[-1] if on else _Mode(None, None, known)
+            on.append(mode)
         elif node.target is AUTOCAST_OFF:
             on.pop()
         elif on and on[-1].dtype is not None and getattr(node.target, "namespace", "") == "aten":

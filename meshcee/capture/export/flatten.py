@@ -239,6 +239,11 @@ class _Flattener:
             self.by_name[name] = len(self.inputs)
         elif kind == "CONSTANT_TENSOR":
             given = self.exported.constants[spec.target].detach()
+            if given.layout != torch.strided:
+                at = next((where(user) for user in placeholder.users), "")
+                raise CaptureError(
+                    f"a sparse tensor is used{at}, and graphs have dense tensors only: give its to_dense()"
+                )
             self.constants += [(given, str(where(user))) for user in list(placeholder.users)[:1]]
             given = given.resolve_conj().resolve_neg()
             value = self._value(given, f"c{len(self.inputs)}")
