@@ -182,9 +182,6 @@ def assigns(linear: nn.Module, h: torch.Tensor) -> torch.Tensor:
     return h
 
 
-SPARSE = torch.eye(4).to_sparse()
-
-
 def half(h: torch.Tensor) -> torch.Tensor:
     return h * 0.5
 
@@ -313,10 +310,6 @@ REFUSED = {
     "a scripted function": (
         lambda _, h: scripted(h),
         rf"a scripted function is called at .*{HERE} .*without torch\.jit\.script",
-    ),
-    "a sparse tensor": (
-        lambda _, h: torch.spmm(SPARSE, h.t()).t(),
-        rf"sparse tensor is used at .*{HERE}.*give its to_dense",
     ),
     "a .data that is assigned": (assigns, rf"a \.data is assigned at .*{HERE} .*compute with what it shall be"),
     "sparse tensors": (lambda _, h: h.to_sparse().to_dense(), rf"{HERE}.*to_sparse.*torch functions"),

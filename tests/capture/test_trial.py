@@ -106,3 +106,17 @@ def test_a_forward_that_wants_more_than_the_samples_give_says_how_it_is_called()
         UsageError, match=r"missing .*argument: 'scale'; .*model\(\*x\) for a tuple.*what forward takes"
     ):
         capture(job_of(Two()))
+
+
+class Edges(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.edges = nn.Linear(4, 4), torch.eye(4).to_sparse()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ torch.spmm(self.edges, self.inner.weight)
+
+
+def test_a_sparse_tensor_that_is_no_buffer_is_refused_where_it_is_used() -> None:
+    with pytest.raises(CaptureError, match=rf"a sparse tensor is used at .*{HERE}.*give its to_dense"):
+        capture(job_of(Edges()))
