@@ -235,6 +235,11 @@ class Job:
         return torch.autocast("cpu", torch.bfloat16) if self.precision == "bf16-mixed" else nullcontext()
 
     @property
+    def stage_precision(self) -> str:
+        """What a stage has to know of it: "bf16" has masters in full. Autocast is in the graph."""
+        return "bf16" if self.precision == "bf16" else "fp32"
+
+    @property
     def streams(self) -> bool:
         """Whether the data is iterable: read in order, without numbers."""
         return isinstance(self.data, IterableDataset) or not _is_map(self.data)

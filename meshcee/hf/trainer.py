@@ -233,7 +233,6 @@ class Trainer:
         return Job(
             name=args.run_name or Path(args.output_dir).name or "job",
             model=model,
-            loss=full_loss_of if args.bf16 else loss_of,
             data=data,
             collate=batches,
             optimizer=arguments.optimizer_of(args, self.model),
@@ -244,14 +243,19 @@ class Trainer:
             seed=args.seed,
             workers=args.dataloader_num_workers,
             clip_norm=args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
-            precision="bf16-mixed" if args.bf16 else "fp32",
             recompute=bool(args.activation_checkpointing),
             eval_data=held_out,
             eval_every={"steps": int(state.eval_steps), "epoch": per_epoch}.get(when, 0),
             checkpoint_every={"steps": int(state.save_steps), "epoch": per_epoch}.get(args.save_strategy.value, 0),
             metrics=metrics,
             **weighing,
+            **self._computed(),
         )
+
+    def _computed(self) -> dict[str, Any]:
+        """In which precision, and so with which loss."""
+        mixed = self.args.bf16
+        return {"precision": "bf16-mixed" if mixed else "fp32", "loss": full_loss_of if mixed else loss_of}
 
     def _weighing(
         self, samples: Sequence[Mapping[str, torch.Tensor]], accumulated: int
@@ -340,7 +344,6 @@ class Trainer:
         )
         job = Job(
             model=counted(self.model, self._counting) if self._counting.accepts else self.model,
-            loss=full_loss_of if self.args.bf16 else loss_of,
             data=data,
             eval_data=data,
             collate=self._batches(like=like, lengths=lengths_of(self._looked_at(data, self._batches()))),
@@ -349,7 +352,7 @@ class Trainer:
             micro_batch_size=micro,
             steps=1,
             seed=self.args.seed,
-            precision="bf16-mixed" if self.args.bf16 else "fp32",
+            **self._computed(),
             metrics=losses_of(self.args.logging_nan_inf_filter) | ({OUTPUTS: outputs} if collects else {}),
         )
         if (own := self._made.job) is not None:  # what a user has replaced there

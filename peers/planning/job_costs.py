@@ -210,7 +210,7 @@ def _request(
         sizes=sizes_of(job, costs, memory_bytes, least_samples(captured.train)),
         flops=tuple(captured.costs[k].flops for k in blocks),
         threads=costs.threads,
-        precision="bf16" if job.precision == "bf16" else "fp32",
+        precision=job.stage_precision,
         optimizer=job.optimizer,
         most=most,
     )

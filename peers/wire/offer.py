@@ -76,7 +76,7 @@ class Terms:
             scheduled(job.optimizer, job.schedule),
             job.seed,
             job.clip_norm,
-            "bf16" if job.precision == "bf16" else "fp32",  # autocast is in the graph
+            job.stage_precision,
             flops,
             captured.param_order,
             job.recompute,

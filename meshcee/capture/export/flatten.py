@@ -18,15 +18,7 @@ from torch import nn
 
 from meshcee.capture.export.functions import BEGINS, ENDS, backward_program, renumbered, traced_functions
 from meshcee.capture.export.modes import AUTOCAST_OFF, AUTOCAST_ON, SET_GRAD, SINCE, flat
-from meshcee.capture.export.refusals import (
-    COUNTED,
-    LENGTH,
-    RANKS,
-    Watched,
-    explain,
-    instead,
-    where,
-)
+from meshcee.capture.export.refusals import COUNTED, LENGTH, RANKS, Watched, explain, instead, where
 from meshcee.capture.export.settings import PEERS_DEFAULT
 from meshcee.capture.export.sizes import Branch, branches_of, one_order
 from meshcee.capture.graph import (
