@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import meshcee
 from meshcee.capture import capture
 from meshcee.capture.export import masks
 from meshcee.errors import CaptureError
@@ -56,6 +57,40 @@ def by_hand(m: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.full((LENGTH, LENGTH), float("-inf")).triu(1)
 
 
+def logarithm(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.log(torch.tril(torch.ones(x.shape[1], x.shape[1])))
+
+
+def first_tutorial(m: Any, x: torch.Tensor) -> torch.Tensor:
+    mask = (torch.triu(torch.ones(x.size(1), x.size(1))) == 1).transpose(0, 1)
+    return mask.float().masked_fill(mask == 0, float("-inf")).masked_fill(mask == 1, 0.0)
+
+
+def positions(m: Any, x: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(x.shape[1], device=x.device)
+    return torch.where(at[None] <= at[:, None], torch.tensor(0.0), torch.tensor(float("-inf")))
+
+
+def window(m: Any, x: torch.Tensor) -> torch.Tensor:
+    at = torch.arange(x.shape[1])
+    far = (at[None] > at[:, None]) | (at[None] < at[:, None] - 2)
+    return torch.zeros(far.shape).masked_fill(far, float("-inf"))
+
+
+def drawn(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return by_hand(m, x) + torch.rand(LENGTH, LENGTH)
+
+
+def crossed(m: Any, x: torch.Tensor) -> torch.Tensor:
+    mask = by_hand(m, x)
+    mask[0, 0] = m.words.weight[0, 0].detach()
+    return mask
+
+
+def of_words(m: Any, x: torch.Tensor) -> torch.Tensor:
+    return by_hand(m, x) * (x[0, 0] >= 0)
+
+
 def opened(m: Any, x: torch.Tensor) -> torch.Tensor:
     mask = generated(m, x)
     mask[0, 1] = 0.0
@@ -75,12 +110,19 @@ def tutorial(mask: Masked, held: torch.Tensor = MASK, kind: str = "encoder") -> 
     return job_of(Tutorial(mask, held, kind), loss=loss, data=DATA)
 
 
+NOT_COMPUTED: Changed = (masks, "if slot.proxy.node not in nodes or", "if True or")
 ANSWERED: dict[str, tuple[Any, Changed]] = {
-    "made": ((generated,), (masks.Masks, "made is not None and", "False and")),
-    "made, decoder": ((generated, MASK, "decoder"), (masks.Masks, "made is not None and", "False and")),
+    "made": ((generated,), NOT_COMPUTED),
+    "made, decoder": ((generated, MASK, "decoder"), NOT_COMPUTED),
     "buffer": ((held,), (masks.Masks, "self._real.get(name, mask)", "mask")),
     "attribute": ((plain,), (masks.Masks, "type(mask) is torch.Tensor", "False")),
-    "buffer, not causal": ((held, BAND), (masks.Masks, "bool((real ==", "True or bool((real ==")),
+    "buffer, not causal": ((held, BAND), (masks, "bool(_DETECT(real, None, len(real)))", "True")),
+    "by hand": ((by_hand,), NOT_COMPUTED),
+    "logarithm": ((logarithm,), NOT_COMPUTED),
+    "the first tutorial": ((first_tutorial,), NOT_COMPUTED),
+    "positions": ((positions,), (masks, "type(fixed) is torch.Tensor", "False")),
+    "window": ((window,), (masks, "bool(_DETECT(real, None, len(real)))", "True")),
+    "opened": ((opened,), (masks, "needed |= {node} if writes else set()", "pass")),
 }
 
 
@@ -100,11 +142,29 @@ def test_a_mask_that_is_known_is_answered_for(name: str) -> None:
 @pytest.mark.parametrize(
     ("mask", "said"),
     [
-        (by_hand, r"at .*test_masks.py.*torch asks whether a mask is causal.*say is_causal=True beside a causal mask"),
-        (opened, "say is_causal=True beside a causal mask and is_causal=False beside another"),
+        (of_words, r"at .*test_masks.py.*torch asks whether a mask is causal.*say is_causal=True beside a causal mask"),
+        (drawn, "say is_causal=True beside a causal mask and is_causal=False beside another"),
+        (crossed, "say is_causal=True beside a causal mask and is_causal=False beside another"),
         (written, "forward changes the mask 'held'.*say is_causal=False beside it"),
     ],
 )
 def test_another_mask_is_refused_with_what_to_say(mask: Masked, said: str) -> None:
     with pytest.raises(CaptureError, match=said):
         capture(tutorial(mask))
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"), [(first_tutorial, None), (window, "say is_causal=True beside a causal mask")]
+)
+def test_a_mask_of_several_lengths_is_answered_for_if_all_have_one_answer(mask: Masked, said: str | None) -> None:
+    def padded(rows: Any) -> Any:
+        return tuple(nn.utils.rnn.pad_sequence(list(part), batch_first=True) for part in zip(*rows, strict=True))
+
+    data = [tuple(torch.randint(0, WORDS, (3 + i * 5 % 7,)) for _ in range(2)) for i in range(24)]
+    job = job_of(Tutorial(mask, MASK, "encoder"), loss=loss, data=data, collate=padded, steps=8)
+    if said is None:
+        found = meshcee.check(job, stages=(2,), steps=8)
+        assert found.equal, found.differs
+    else:
+        with pytest.raises(CaptureError, match=said):
+            capture(job)

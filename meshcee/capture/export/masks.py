@@ -1,8 +1,8 @@
 """Attention masks: what torch and Hugging Face's models ask of their values, which nobody knows while a model is traced.
 
 The idea: torch's encoder and decoder ask whether a mask is causal. For two kinds of masks one knows the answer all the same. One
-kind is a mask that torch's own function has just made. The other kind is a tensor that stands there before the first step and
-stays unchanged.
+kind is a tensor that stands there before the first step and stays unchanged. The other is a mask that forward computes from sizes
+and fixed numbers: it is computed here, too, for the sizes that may come.
 
 Hugging Face's models leave out a mask that masks nothing. In eager code they ask whether all of it is set, and then call the
 kernel without one; while a graph is made they do not ask. The kernel computes the same bits either way. But with a mask, keys and
@@ -21,16 +21,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from meshcee.capture.export.flatten import LENGTH_MARGIN
 from meshcee.capture.export.refusals import replaced
 from meshcee.errors import CaptureError
 
 __all__ = ["Asked", "Masks", "asked_for_masks", "causal_masks", "refuse_idle"]
 
 _DETECT: Any = transformer._detect_is_causal_mask
-_GENERATE: Any = transformer._generate_square_subsequent_mask
 _QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
@@ -38,10 +39,7 @@ _QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 def causal_masks(model: nn.Module, real: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Around forward: torch's question is answered where that can be. `real` are the model's buffers as they are before."""
     masks = Masks(model, real)
-    with (
-        replaced(transformer, "_generate_square_subsequent_mask", masks.generate),
-        replaced(transformer, "_detect_is_causal_mask", masks.is_causal),
-    ):
+    with replaced(transformer, "_detect_is_causal_mask", masks.is_causal):
         yield
     masks.refuse_changed()
 
@@ -50,13 +48,7 @@ class Masks:
     def __init__(self, model: nn.Module, real: Mapping[str, torch.Tensor]) -> None:
         self._model, self._real = model, real
         self._versions = {name: (buffer, buffer._version) for name, buffer in model.named_buffers()}
-        self._made: dict[int, tuple[torch.Tensor, int]] = {}
         self._asked: set[str] = set()
-
-    def generate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        made: torch.Tensor = _GENERATE(*args, **kwargs)
-        self._made[id(made)] = made, made._version
-        return made
 
     def is_causal(self, mask: torch.Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
         """As torch's function."""
@@ -65,14 +57,9 @@ class Masks:
         size = mask.shape[-2] if size is None else size
         if mask.dim() != 2 or mask.shape[0] != size or mask.shape[1] != size:
             return False
-        made = self._made.get(id(mask))
-        if made is not None and made[0]._version == made[1]:
-            return True
         real = self._real_of(mask)
-        if real is None:
-            return bool(_DETECT(mask, is_causal, size))
-        with unset_fake_temporarily(), _disable_current_modes():
-            return bool((real == _GENERATE(len(real), real.device, real.dtype)).all())
+        answers = {_is_causal(one) for one in (_of_sizes(mask) if real is None else [real])}
+        return answers.pop() if len(answers) == 1 else bool(_DETECT(mask, is_causal, size))
 
     def _real_of(self, mask: torch.Tensor) -> torch.Tensor | None:
         """The tensor whose numbers a mask has; None where nobody knows them yet."""
@@ -90,6 +77,76 @@ class Masks:
                 raise CaptureError(
                     f"forward changes the mask {name!r}, and torch asks whether it is causal; say is_causal=False beside it"
                 )
+
+
+def _is_causal(real: torch.Tensor) -> bool:
+    with unset_fake_temporarily(), _disable_current_modes():
+        return bool(_DETECT(real, None, len(real)))
+
+
+def _of_sizes(mask: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A mask that is computed from sizes alone, for each size that is tried; nothing where it is computed from anything else."""
+    tracer = getattr(proxy_tensor.get_proxy_mode(), "tracer", None)
+    slot = None if tracer is None else proxy_tensor.get_proxy_slot(mask, tracer, None)
+    if tracer is None or slot is None:
+        return
+    nodes = _from_sizes(tracer, slot.proxy.node)
+    symbols = set().union(*(_expression(node).free_symbols for node in nodes if _is_size(node)))
+    if slot.proxy.node not in nodes or len(symbols) > 1:
+        return
+    usual = mask.shape[0].node.hint if isinstance(mask.shape[0], torch.SymInt) else mask.shape[0]
+    for size in _tried(usual) if symbols else [usual]:
+        yield _computed(nodes, dict.fromkeys(symbols, size))[slot.proxy.node]
+
+
+def _computed(nodes: Mapping[torch.fx.Node, Any], sizes: Mapping[Any, int]) -> Mapping[torch.fx.Node, Any]:
+    held: dict[torch.fx.Node, Any] = {}
+    with unset_fake_temporarily(), _disable_current_modes(), torch.no_grad():
+        for node, fixed in nodes.items():
+            if _is_size(node):
+                held[node] = int(_expression(node).subs(sizes))
+            elif node.op == "get_attr":
+                held[node] = fixed.clone()
+            else:
+                args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), held.__getitem__)
+                held[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return held
+
+
+def _from_sizes(tracer: Any, mask: torch.fx.Node) -> dict[torch.fx.Node, torch.Tensor | None]:
+    """The nodes that a mask follows from, in their order, if these are sizes and fixed numbers, and those numbers; else nothing."""
+    found: dict[torch.fx.Node, torch.Tensor | None] = {}
+    needed = {mask}
+    for node in tracer.graph.nodes:
+        fixed = getattr(tracer.root, node.target, None) if node.op == "get_attr" else None
+        operator = node.target if isinstance(node.target, torch._ops.OpOverload) else None
+        writes = operator is not None and operator._schema.is_mutable
+        known = [arg in found for arg in node.all_input_nodes]
+        drawn = operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
+        if _is_size(node) or type(fixed) is torch.Tensor or (operator is not None and not drawn and all(known)):
+            found[node] = fixed
+            needed |= {node} if writes else set()
+        elif writes and any(known):
+            return {}
+    for node in reversed(list(found)):
+        needed |= set(node.all_input_nodes) if node in needed and not _is_size(node) else set()
+    return {node: fixed for node, fixed in found.items() if node in needed}
+
+
+def _is_size(node: torch.fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _expression(node: torch.fx.Node) -> Any:
+    return node.meta["val"].node.expr
+
+
+def _tried(usual: int) -> Iterable[int]:
+    """Each size up to 64, then some, up to as far as a size may go."""
+    most = min(LENGTH_MARGIN * usual, max(usual, 2048))
+    return sorted(
+        {*range(1, min(most, 64) + 1), usual, *(most >> halved for halved in range(6)), *range(most, 64, -256)}
+    )
 
 
 class Asked:
