@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
+from torch.utils._pytree import tree_leaves
 
 from meshcee.capture.export import (
     EXAMPLES,
@@ -33,6 +34,7 @@ from meshcee.capture.export import (
     find_cuts,
     keeping,
     named_cuts,
+    overlap,
     peers_default,
     positions,
     refuse_aliases,
@@ -355,7 +357,8 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
                     _accepted(evaluation)
                     form, inputs = eval_wrap.seen.form, data_rules.inputs_of(example)
                     evaluated.compare(lambda: eval_wrap(*inputs.values()), evaluation, inputs, names)
-            refuse_shared((program, evaluation) if evaluation else (program,), data_rules.inputs_of(example))
+            programs = (program, evaluation) if evaluation else (program,)
+            refuse_shared(programs, data_rules.inputs_of(example), _held(job, samples[0]))
     except CaptureError:
         if recorder is None and job.precision != "bf16":
             refuse_failing(model, job, samples[0])
@@ -443,6 +446,27 @@ def _watched(
         watch.compare(program, sizes)
 
     return check
+
+
+def _held(job: Job, sample: Any) -> set[str]:
+    """Inputs that `collate` gives as views of what outlives a micro-batch: of its samples, or of what it holds itself."""
+    given: list[torch.Tensor] = []
+
+    def noted(rows: list[Any]) -> Any:
+        parts = tree_leaves(rows)
+        given.extend(torch.as_tensor(part) for part in parts if hasattr(part, "__array__"))  # tensors and arrays
+        assert job.collate is not None
+        return job.collate(rows)
+
+    found = set()
+    for count in (1, EXAMPLES) if job.collate else ():
+        one, again = (
+            data_rules.inputs_of(data_rules.batched([sample] * count, job.seed, collate=noted)) for _ in range(2)
+        )
+        found |= {
+            name for name, tensor in one.items() if any(overlap(tensor, other) for other in (again[name], *given))
+        }
+    return found
 
 
 def _by_value(error: BaseException | None) -> bool:

@@ -6,7 +6,9 @@ derived class are the user's code, and nobody calls them here.
 
 from __future__ import annotations
 
+import array
 import collections
+import ctypes
 import functools
 import operator
 import random
@@ -25,6 +27,7 @@ __all__ = ["RANDOM", "Backup", "Content", "attribute_of", "content_of", "variabl
 
 RANDOM = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 _SEQUENCES: tuple[Any, ...] = (list, collections.deque, bytearray)
+_OF_C: Any = (ctypes._SimpleCData, ctypes.Array, ctypes.Structure)  # as multiprocessing.Value and Array hold
 _ABSENT: Any = object()
 
 
@@ -57,6 +60,11 @@ def content_of(it: Any) -> Content | None:
         return Content(lambda: list(mapping.items(it)), functools.partial(_refill, mapping, it), _same_items)
     if sequence := next((kind for kind in _SEQUENCES if isinstance(it, kind)), None):
         return Content(lambda: list(sequence.__iter__(it)), functools.partial(_extend, sequence, it), _same_order)
+    if isinstance(it, array.array):
+        return Content(it.tobytes, functools.partial(_write, it), nbytes=len(it) * it.itemsize)
+    if isinstance(it, _OF_C):
+        size = ctypes.sizeof(it)
+        return Content(lambda: bytes(it), lambda before: ctypes.memmove(ctypes.byref(it), before, size), nbytes=size)
     if isinstance(it, set):
         return Content(lambda: set(set.__iter__(it)), functools.partial(_update, it))
     if isinstance(it, np.ndarray):
@@ -154,6 +162,11 @@ def _refill(kind: Any, it: Any, items: list[tuple[Any, Any]]) -> None:
 def _extend(kind: Any, it: Any, items: list[Any]) -> None:
     kind.clear(it)
     kind.extend(it, items)
+
+
+def _write(it: array.array[Any], numbers: bytes) -> None:
+    del it[:]
+    it.frombytes(numbers)
 
 
 def _update(it: set[Any], items: set[Any]) -> None:

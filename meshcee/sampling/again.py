@@ -19,11 +19,11 @@ from meshcee.files.tensor_files import byte_view, flat_bytes
 from meshcee.job import At, Job
 from meshcee.sampling.data import batched, inputs_of
 from meshcee.sampling.order import NO_STEP, drawn, read
-from meshcee.sampling.source import inputs_of_one
+from meshcee.sampling.source import inputs_of_one, probes
 from meshcee.sampling.traces import Traces, leaving_nothing
 from meshcee.user_code import as_number, calling
 
-__all__ = ["FED", "MOST_BYTES", "alike", "check_samples", "repeats", "sample_digests", "unrepeatable"]
+__all__ = ["FED", "MOST_BYTES", "alike", "check_samples", "keeps_state", "repeats", "sample_digests", "unrepeatable"]
 
 log = structlog.get_logger()
 
@@ -37,9 +37,11 @@ COLLATE, WEIGHT = "Job.collate", "Job.weight"
 Raw = Mapping[str, torch.Tensor]  # inputs of one micro-batch by name
 
 
-def repeats(job: Job, *, keeps: bool) -> bool:
+def repeats(job: Job, *, keeps: bool, begins: int = 0) -> bool:
     """Whether a few samples are what they were when they are read again. If not, a warning says what it costs; `keeps`: the run
     has a folder. UsageError for an audit, which reads them again. Data that waits to be told its epoch is warned of too.
+
+    begins  steps that an earlier process has done: data that keeps something from read to read begins that anew, with a warning
     """
     if hasattr(job.data, "set_epoch") and not job.streams:
         log.warning(
@@ -47,6 +49,11 @@ def repeats(job: Job, *, keeps: bool) -> bool:
             "indices in each data epoch and data[i] take its epoch from i, or give an IterableDataset, which is told its epoch"
         )
     why = unrepeatable(job)
+    if begins and (why is not None or keeps_state(job)):
+        log.warning(
+            "data keeps something from one read to the next, as a generator of its own or a count, and begins that anew: from step "
+            f"{begins + 1} on its samples may be others than those of a run that did not stop"
+        )
     if why is None:
         return True
     if job.audit:
@@ -68,7 +75,42 @@ def unrepeatable(job: Job) -> str | None:
     of its reads. Such a sample is what the first read of all has made of it, and that may be no read of a step.
     """
     with leaving_nothing(job) as traces:
-        return _unrepeatable(job, traces)
+        found = _unrepeatable(job, traces)
+        traces.refuse_moved()
+        if job.weight:
+            _check_weight(job)
+        return found
+
+
+def keeps_state(job: Job) -> bool:
+    """Whether each read changes what the data or its functions keep, as a generator of their own or a count.
+
+    A process that goes on with a run begins that anew. What is kept of a first read alone, as in a cache, does not count.
+    """
+    with leaving_nothing(job):
+        last = LOOKED_AT if job.streams else len(job.data)
+        indices = sorted({k * last // AT_LEAST for k in range(AT_LEAST)})
+        for i in () if job.streams else indices:
+            _sample(job, i)
+        traces = Traces(job)
+        for i in () if job.streams else indices:
+            _sample(job, i)
+        return traces.has_changed
+
+
+def _check_weight(job: Job) -> None:
+    """UsageError for a weight that is another one when it is asked again: nobody knows how often it is asked."""
+    assert job.weight is not None
+    targets = [batched([sample], job.seed, collate=job.collate)[1] for sample, _ in probes(job, AT_LEAST)]
+    with calling("Job.weight"):
+        once = [as_number("Job.weight", job.weight(y)) for y in targets]
+        traces = Traces(job)
+        again = [as_number("Job.weight", job.weight(y)) for y in targets]
+    if once != again or traces.has_changed:
+        raise UsageError(
+            "Job.weight keeps something from one call to the next, or draws, and it is called in any order and more than once: let "
+            "it follow from y alone"
+        )
 
 
 def _unrepeatable(job: Job, traces: Traces) -> str | None:
@@ -77,7 +119,7 @@ def _unrepeatable(job: Job, traces: Traces) -> str | None:
 
         check_repeats(job)
     if job.streams:
-        from meshcee.sampling.stream import first_of, read_first
+        from meshcee.sampling.stream import check_begins_anew, first_of, read_first
 
         looks = [first_of(job), read_first(job.data, job.seed)]
         if traces.has_changed:  # the first of these was read before what it left was put back
@@ -88,6 +130,7 @@ def _unrepeatable(job: Job, traces: Traces) -> str | None:
             once, *others = [inputs_of_one(job, sample) for sample, _ in samples]
             if not all(alike(once, other) for other in others):
                 return _ANOTHER.format(i)
+        check_begins_anew(job)
         return None
     indices = sorted({k * len(job.data) // LOOKED_AT for k in range(LOOKED_AT)})
     first: dict[int, Raw] = {}

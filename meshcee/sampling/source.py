@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
@@ -56,7 +57,7 @@ def look_anew(job: Job) -> None:
 
 
 class _Numbered:
-    """Samples of data[i]: any of them can be had at any time, so there is nothing to remember."""
+    """Samples of data[i]: any of them can be had at any time, so there is nothing to remember but a sampler's orders."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -69,10 +70,18 @@ class _Numbered:
         return batch_of(job.data, indices_of(job, step)[first:end], job.seed, step, first, collate=job.collate)
 
     def state(self, step: int) -> dict[str, Any]:
-        return {}
+        if self._job.sampler is None:
+            return {}
+        from meshcee.sampling.sampler import orders_at
+
+        return asdict(orders_at(self._job, step))
 
     def go_on(self, step: int, state: Mapping[str, Any]) -> None:
-        pass
+        """UsageError where a sampler gives another order now."""
+        if state and self._job.sampler is not None:
+            from meshcee.sampling.sampler import check_orders
+
+            check_orders(self._job, step, state)
 
     def close(self) -> None:
         pass

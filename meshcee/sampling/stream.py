@@ -31,13 +31,15 @@ from meshcee.job import Job
 from meshcee.sampling.data import batched
 from meshcee.sampling.order import Same, generators_put_back, seed_generators
 from meshcee.sampling.threads import watched
+from meshcee.sampling.traces import Traces
 from meshcee.user_code import calling
 
-__all__ = ["OTHERS", "READ_AGAIN", "UNUSED", "Stream", "first_of", "forget_first", "read_first"]
+__all__ = ["OTHERS", "READ_AGAIN", "UNUSED", "Stream", "check_begins_anew", "first_of", "forget_first", "read_first"]
 
 log = structlog.get_logger()
 
 LOOKED_AT = 16  # samples, before the start
+MOST_BEFORE, MOST_BEFORE_S = 1000, 0.5  # samples that are read before a second data epoch is looked at
 RECENT = 3  # steps whose samples are in memory: the one that is read, and two that are under way before it
 MOST_MARKS = 1024
 MOST_STATES = 64  # of these marks that hold a state
@@ -221,12 +223,16 @@ def _begin(data: Any, seed: int, data_epoch: int, state: str = "") -> tuple[Any,
         _known(Same(data)).began = object()
         if not state and (initial := _initial(Same(data), seed)):
             found.load_state_dict(loads(initial))
-        if hasattr(found, "set_epoch"):
-            found.set_epoch(data_epoch)
-        if state:
-            found.load_state_dict(loads(state))
-        seed_generators(seed, data_epoch, 0, "set")
-        return found, iter(found)
+        return found, _iterated(found, seed, data_epoch, state)
+
+
+def _iterated(found: Any, seed: int, data_epoch: int, state: str = "") -> Iterator[Any]:
+    if hasattr(found, "set_epoch"):
+        found.set_epoch(data_epoch)
+    if state:
+        found.load_state_dict(loads(state))
+    seed_generators(seed, data_epoch, 0, "set")
+    return iter(found)
 
 
 def _copied(data: Any) -> Any:
@@ -321,6 +327,30 @@ def read_first(data: Any, seed: int) -> First:
     if not found:
         raise UsageError("data gives no samples: make iter(data) begin anew each time")
     return First(found, drawers.found)
+
+
+def check_begins_anew(job: Job) -> None:
+    """UsageError where a set that has been read gives other samples than a fresh copy of it: a run reads copies, a plain loop the
+    set itself. A short set is read to its end first.
+    """
+    data, seed = job.data, job.seed
+    with generators_put_back():
+        read_before, samples = _begin(data, seed, 0)
+        began_s = time.monotonic()
+        for count, _ in enumerate(_read(samples, seed)):
+            if count >= MOST_BEFORE or time.monotonic() - began_s > MOST_BEFORE_S:
+                if hasattr(data, "load_state_dict"):  # it may go on from there, and begin anew after its end alone
+                    return
+                break
+        shared = Traces(job)
+        goes_on = _marked(_iterated(read_before, seed, 1), seed, 0, LOOKED_AT)
+        shared.put_back()
+        anew = _marked(_begin(data, seed, 1)[1], seed, 0, LOOKED_AT)
+    if goes_on != anew:
+        raise UsageError(
+            "data gives other samples when iter(data) is called once more, as where it counts its data epochs, and a run could not "
+            "go on where it stopped: let set_epoch(epoch) say which data epoch it is, and let iter(data) begin anew each time"
+        )
 
 
 def _read(samples: Iterator[Any], seed: int, begin: int = 0) -> Iterator[tuple[Any, float]]:

@@ -3,23 +3,28 @@
 The idea: a run looks at samples before its first step. A set that counts its reads, that keeps what it has read, or that draws from
 a generator of its own must not notice. So the containers and numbers that the set and its functions can reach are taken with their
 content, shallowly, and put back. Large arrays and objects of libraries are passed over: what changes there is seen only by what
-comes of it (again.py). Where a first read has opened a file or loaded a large table, all that it made from nothing stays, since to
-make it again may take long.
+comes of it (again.py). An iterator that has moved cannot be put back, so it is refused. Where a first read has opened a file or
+loaded a large table, all that it made from nothing stays, since to make it again may take long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import types
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import Dataset
 
+from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.reach import (
     RANDOM,
@@ -43,6 +48,10 @@ ARRAY_BYTES, MOST_BYTES = 1 << 20, 64 << 20  # of an array that is taken, and of
 MAX_DEPTH = 8
 _CONTAINERS = (dict, list, deque, tuple)
 _SIMPLE = (type(None), bool, int, float, complex, str, bytes)
+_MOVED = (
+    "what reads data moves on an iterator that it holds ({}), which nothing can put back or bring where it was: let data[i], "
+    "collate and iter(data) make their iterators themselves, or count in an attribute"
+)
 
 
 @contextlib.contextmanager
@@ -66,12 +75,19 @@ class Traces:
         self._keeps_made = False
         self._met: dict[int, Any] = {}  # alive while ids are compared
         self._left_bytes = MOST_BYTES
-        roots = (job.data, job.eval_data, job.collate, job.sampler)
+        self._iterators: list[tuple[Any, Any]] = []  # and how far each has come
+        roots = (job.data, job.eval_data, job.collate, job.sampler, job.weight)
         self._each((root for root in roots if type(root) not in (list, tuple)), 0)  # to read those runs no code
 
     @property
     def has_changed(self) -> bool:
         return any(kept.has_changed for kept in self._kept)
+
+    def refuse_moved(self) -> None:
+        """UsageError where an iterator has come further."""
+        if moved := next((it for it, before in self._iterators if _reached(it) != before), None):
+            kind = type(moved).__name__
+            raise UsageError(_MOVED.format(kind if type(moved).__module__ == "builtins" else f"itertools.{kind}"))
 
     def put_back(self, *, all_of_it: bool = False) -> None:
         """`all_of_it`: also what a first read has opened or loaded."""
@@ -92,17 +108,23 @@ class Traces:
             self._kept.append(Backup(content))
         if isinstance(it, _CONTAINERS) and len(it) <= FEW:
             self._each(list(dict.values(it) if isinstance(it, dict) else it), depth)
-        if isinstance(it, functools._lru_cache_wrapper):
+        if _is_iterator(it):
+            self._iterators.append((it, _reached(it)))
+        elif isinstance(it, functools._lru_cache_wrapper):
             self._visit(it.__wrapped__, depth)
         elif isinstance(it, functools.partial):
             self._each((it.func, it.args, it.keywords), depth)
         elif isinstance(it, types.MethodType):
             self._each((it.__self__, it.__func__), depth)
+        elif isinstance(it, types.BuiltinMethodType):  # as random.Random(0).random
+            self._visit(it.__self__, depth)
+        elif isinstance(it, SynchronizedBase):
+            self._visit(it.get_obj(), depth)
         elif isinstance(it, types.FunctionType):
             self._function(it, depth)
         elif isinstance(it, type):
             self._class(it, depth)
-        elif isinstance(it, Dataset) or _leads_on(type(it)):
+        elif isinstance(it, Dataset | nn.Module | types.SimpleNamespace) or _leads_on(type(it)):
             self._attributes(getattr(it, "__dict__", {}), depth)
             for name in slots_of(type(it)):
                 self._place(attribute_of(it, name), depth)
@@ -166,6 +188,28 @@ class Traces:
         self._made.append(lambda: [] if item is not None else [content.look()])
         self._kept.append(Backup(content._replace(put=put)))
         self._visit(item, depth + 1)
+
+
+def _is_iterator(it: Any) -> bool:
+    """Of Python's own kinds: those of others are objects like all."""
+    return isinstance(it, Iterator) and type(it).__module__ in ("builtins", "itertools")
+
+
+def _reached(it: Any) -> Any:
+    """How far an iterator has come: another value once it has moved."""
+    if isinstance(it, types.GeneratorType):
+        held = {} if it.gi_frame is None else it.gi_frame.f_locals
+        return it.gi_frame is None, it.gi_frame and it.gi_frame.f_lasti, [_reached(one) for one in held.values()]
+    if not _is_iterator(it):
+        return it if isinstance(it, _SIMPLE) else None
+    if (left := operator.length_hint(it, -1)) >= 0:
+        return left
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.14 has this no more
+        try:
+            return [_reached(one) for part in it.__reduce__()[1:] if type(part) is tuple for one in part]
+        except TypeError:
+            return None
 
 
 def _leads_on(made: Any) -> bool:

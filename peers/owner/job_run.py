@@ -282,7 +282,8 @@ class Training:
 
     def _look_at_data(self) -> None:
         """Whether it is the same when it is read again, and what it was when the run began."""
-        is_same, found = repeats(self._job, keeps=self._home is not None), sample_digests(self._job)
+        keeps, begins = self._home is not None, self._numbers.begins
+        is_same, found = repeats(self._job, keeps=keeps, begins=begins), sample_digests(self._job)
         if self._diary is not None:
             check_samples(found, self._diary.run.about.samples)
         self._samples = found if is_same else None

@@ -346,6 +346,62 @@ def test_a_target_in_the_memory_of_a_sample_that_forward_writes_is_refused(given
     capture(job_of(Clamps(), data=data, collate=apart))
 
 
+HELD = torch.randn(24, WIDTH)
+BUFFER = torch.empty(3, WIDTH)
+
+
+def buffered(rows: list[Any]) -> torch.Tensor:
+    return torch.stack([HELD[i] for i in rows], out=BUFFER[: len(rows)])
+
+
+VIEWS: dict[str, Callable[[list[Any]], Any]] = {
+    "a slice": lambda rows: HELD[rows[0] : rows[0] + len(rows)],
+    "a slice of an array": lambda rows: HELD.numpy()[rows[0] : rows[0] + len(rows)],
+    "a buffer": buffered,
+    "an expanded row": lambda rows: HELD[rows[0]].expand(len(rows), -1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("who", ["forward", "the loss"])
+def test_a_micro_batch_that_is_a_view_of_what_collate_holds_is_refused_where_it_is_written(view: str, who: str) -> None:
+    """A plain loop changes the data, and the next data epoch has other samples."""
+
+    def collate(rows: list[Any]) -> Any:
+        one, other = VIEWS[view](rows), torch.stack([HELD[i] for i in rows]).tanh()
+        return (one, other) if who == "forward" else (other, one)
+
+    def written(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(out, y.mul_(0.5))
+
+    model, loss = (Clamps(), F.mse_loss) if who == "forward" else (Scaled(), written)
+    job = job_of(model, loss, data=list(range(20)), collate=collate)
+    name = "x" if who == "forward" else "y"
+    if view != "an expanded row":
+        with pytest.raises(
+            CaptureError, match=rf"collate gives {name} as a view of what the data holds.*{name}\.clone\(\)"
+        ):
+            capture(job)
+    capture(job_of(Scaled(), F.mse_loss, data=list(range(20)), collate=collate))  # nobody writes
+
+
+def test_a_view_of_the_samples_that_is_written_is_refused() -> None:
+    def first(rows: list[Any]) -> Any:
+        return rows[0][None] if len(rows) == 1 else torch.stack(rows), torch.stack(rows).tanh()
+
+    model = nn.Sequential(nn.Hardtanh(-0.1, 0.1, inplace=True), nn.Linear(WIDTH, WIDTH))
+    with pytest.raises(CaptureError, match=r"collate gives x as a view of what the data holds"):
+        capture(job_of(model, data=list(HELD), collate=first, micro_batch_size=1))
+
+
+def test_disjoint_parts_of_one_tensor_are_no_shared_memory() -> None:
+    def parts(rows: list[Any]) -> Any:
+        return tuple(torch.cat([torch.stack(rows)] * 2, 1).split(WIDTH, 1))
+
+    found = meshcee.check(job_of(Clamps(), data=list(HELD), collate=parts), stages=(2,), steps=3)
+    assert found.equal, found.differs
+
+
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ import meshcee
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.optim import Optimizer
-from meshcee.sampling import indices_of, order_digest, repeats, source_of
+from meshcee.sampling import indices_of, leaving_nothing, order_digest, repeats, source_of
 from meshcee.sampling import sampler as sampler_module
 from meshcee.sampling.order import generators_put_back, seed_generators
 from tests.rig.resident import holding
@@ -135,6 +135,45 @@ class Restless(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter([self.chance.randrange(40) for _ in range(16)])
+
+
+class Counting(Sampler[int]):
+    """Another order in each data epoch, by a count of its own."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(torch.randperm(40, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def test_a_sampler_that_counts_its_data_epochs_is_refused_whoever_has_asked_it_before() -> None:
+    job = job_of(Counting())
+    with leaving_nothing(job):
+        order_digest(job)
+    with pytest.raises(UsageError, match=r"another order when it is asked again.* let set_epoch"):
+        repeats(job, keeps=False)
+
+
+def test_a_run_that_goes_on_tells_of_another_order_of_its_data_epoch_and_of_the_next() -> None:
+    up, other = range(40), range(39, -1, -1)
+    state = source_of(job_of(lambda epoch, seed: up, steps=20)).state(6)  # five steps are a data epoch
+    assert state["data_epoch"] == 1
+    for changed_at, said in ((1, 2), (2, 3)):
+        job = job_of(lambda epoch, seed, first=changed_at: other if epoch == first else up, steps=20)
+        with pytest.raises(UsageError, match=rf"gives another order in data epoch {said} here"):
+            source_of(job).go_on(6, state)
+    for same in (lambda epoch, seed: other if epoch == 3 else up, lambda epoch, seed: up):
+        source_of(job_of(same, steps=20)).go_on(6, state)
+
+
+def test_of_a_sampler_no_data_epoch_is_asked_that_the_job_does_not_come_to() -> None:
+    orders = [range(40), range(40)]
+    source = source_of(job_of(lambda epoch, seed: orders[epoch], steps=10))
+    states = [source.state(step) for step in (0, 6, 10)]
+    assert [bool(state["next"]) for state in states] == [True, False, False]
+    source.go_on(10, states[2])
 
 
 def broken(epoch: int, seed: int) -> list[int]:

@@ -249,6 +249,78 @@ def test_a_stream_that_is_never_the_same_is_found_before_the_start() -> None:
     assert len(logged) == 1
 
 
+class CountsAtFirst(IterableDataset[Any]):
+    """Another order in each data epoch, by a count of its own, as no plain loop needs set_epoch."""
+
+    def __init__(self, count: int = 50) -> None:
+        self.count, self.epoch = count, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        yield from self.of_epoch(self.epoch)
+
+    def of_epoch(self, epoch: int) -> Iterator[Any]:
+        order = list(range(self.count))
+        random.Random(epoch).shuffle(order)
+        yield from map(sample_of, order)
+
+
+class CountsAtLast(CountsAtFirst):
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.of_epoch(self.epoch)
+        self.epoch += 1
+
+
+class CountsWithState(CountsAtLast):
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch = state["epoch"]
+
+
+class CountsInAPart(CountsAtFirst):
+    """What a part counts, copies share: it is the plain loop's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [0]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.seen[0] += 1
+        yield from self.of_epoch(self.seen[0])
+
+
+class Told(CountsAtFirst):
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.of_epoch(self.epoch)
+
+
+@pytest.mark.parametrize("data", [CountsAtFirst(), CountsAtFirst(10**9), CountsAtLast(), CountsWithState()])
+def test_a_set_that_counts_its_data_epochs_is_refused(data: Any) -> None:
+    if data.count > 1000:
+        data.of_epoch = lambda epoch: (sample_of(number * epoch) for number in itertools.count(1))
+    with pytest.raises(UsageError, match=r"iter\(data\) is called once more.*set_epoch\(epoch\) say"):
+        unrepeatable(job_of(data))
+    assert data.epoch == 0, "the user's own object was left alone"
+
+
+def test_a_set_that_is_told_its_data_epoch_passes() -> None:
+    assert unrepeatable(job_of(Told())) is None
+
+
+def test_a_set_whose_part_counts_is_read_as_the_plain_loop_reads_it() -> None:
+    unrepeatable(job := job_of(CountsInAPart()))
+    rows = [row for step in read_all(job, range(12)) for row in step]
+    own, plain = CountsInAPart(), []
+    for _ in range(2):
+        plain += list(own)[: 50 // BATCH * BATCH]
+    assert [row["text"] for row in rows] == [row["text"] for row in plain]
+
+
 def test_threads_that_draw_for_later_samples_are_found_before_the_start() -> None:
     """What a buffer has when it is full repeats, so its first samples are no sign."""
     assert "threads of its own" in (unrepeatable(job_of(Ahead(200))) or "")

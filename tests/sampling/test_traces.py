@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import array
 import copy
 import functools
+import itertools
+import multiprocessing
 import random
+import types
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
@@ -22,7 +27,7 @@ import meshcee
 from meshcee.capture import capture
 from meshcee.errors import UsageError
 from meshcee.job import Job
-from meshcee.sampling import leaving_nothing, unrepeatable
+from meshcee.sampling import leaving_nothing, repeats, unrepeatable
 from meshcee.sampling.traces import Traces
 from tests.mutation import changed
 
@@ -187,6 +192,21 @@ def adding(own: Any, i: int) -> torch.Tensor:
     return torch.from_numpy(own.sum.copy())
 
 
+def counted_by(next_one: Callable[[], Any]) -> Callable[[Any, int], torch.Tensor]:
+    return lambda own, i: ROWS[i] * float(next_one())
+
+
+def one_more(held: Any, at: Any = 0) -> float:
+    if isinstance(held, types.SimpleNamespace):
+        held.value += 1
+        return float(held.value)
+    if isinstance(held, nn.BatchNorm1d):
+        held(torch.ones(2, 4))
+        return float(held.running_mean.sum())  # type: ignore[union-attr, operator]
+    held[at] += 1
+    return float(held[at])
+
+
 def last_of(last: deque[torch.Tensor], i: int) -> torch.Tensor:
     last.append(ROWS[i])
     return sum(last, torch.zeros(4))
@@ -201,6 +221,13 @@ COUNTS: dict[str, Callable[[], Dataset[Any]]] = {
     "a queue": lambda: Of(lambda own, i: own.row_of(i), row_of=functools.partial(last_of, deque(maxlen=2))),
     "a tensor": lambda: Of(averaged, mean=torch.zeros(4)),
     "an array": lambda: Of(adding, sum=np.zeros(4, np.float32)),
+    "a namespace": lambda: Of(counted_by(functools.partial(one_more, types.SimpleNamespace(value=0)))),
+    "an array of Python's": lambda: Of(counted_by(functools.partial(one_more, array.array("d", [0])))),
+    "a module's buffer": lambda: Of(counted_by(functools.partial(one_more, nn.BatchNorm1d(4)))),
+    "a number that processes share": lambda: Of(
+        counted_by(functools.partial(one_more, multiprocessing.Array("l", [0])))
+    ),
+    "a method of a generator": lambda: Of(counted_by(random.Random(0).random)),
     "random.Random": lambda: Of(lambda own, i: ROWS[i] * own.own.random(), own=random.Random(0)),
     "numpy's Generator": lambda: Of(lambda own, i: ROWS[i] * float(own.own.normal()), own=np.random.default_rng(0)),
     "numpy's RandomState": lambda: Of(lambda own, i: ROWS[i] * float(own.own.normal()), own=np.random.RandomState(0)),
@@ -231,6 +258,84 @@ def test_a_run_with_data_that_counts_its_reads_equals_the_plain_loop(what: str) 
     plain = meshcee.plain(replace(job, data=COUNTS[what]()))
     assert trained.losses == plain.losses
     assert all(torch.equal(plain.state_dict[name], tensor) for name, tensor in trained.state_dict.items())
+
+
+ITERATORS: dict[str, tuple[Callable[[], Iterator[Any]], str]] = {
+    "count": (lambda: itertools.count(1), "itertools.count"),
+    "cycle": (lambda: itertools.cycle([1, 2, 3]), "itertools.cycle"),
+    "chain": (lambda: itertools.chain(range(99), range(999)), "itertools.chain"),
+    "a generator": (lambda: (i for i in range(1, 10**6)), "generator"),
+    "a generator that comes back": (lambda: iter_forever(), "generator"),
+    "a list's": (lambda: iter([1] * 1000), "list_iterator"),
+    "a range's": (lambda: iter(range(1000)), "range_iterator"),
+    "zip": (lambda: map(sum, zip(range(1000), range(1000))), "map"),
+}
+
+
+def iter_forever() -> Iterator[int]:
+    n = 0
+    while True:
+        n += 1
+        yield n
+
+
+@pytest.mark.parametrize("what", ITERATORS)
+@pytest.mark.parametrize("place", ["data", "collate"])
+def test_an_iterator_that_reads_move_on_is_refused_for_nothing_puts_it_back(what: str, place: str) -> None:
+    make, name = ITERATORS[what]
+    held = make()
+
+    def collate(rows: list[Any]) -> Any:
+        return torch.stack([x for x, _ in rows]) * next(held), torch.stack([y for _, y in rows])
+
+    late = Of(lambda own, i: ROWS[i] * (1 if next(held) <= 10**9 else 2))  # no look sees a difference
+    job = job_of(late) if place == "data" else job_of([(row, row) for row in ROWS], collate=collate)
+    with pytest.raises(UsageError, match=rf"moves on an iterator that it holds \({name}\).*make their iterators"):
+        unrepeatable(job)
+
+
+def test_an_iterator_that_stays_where_it_is_is_no_obstacle() -> None:
+    assert unrepeatable(job_of(Of(lambda own, i: ROWS[i], spare=itertools.count()))) is None
+
+
+@functools.lru_cache
+def looked_up(length: int) -> float:
+    return float(length)
+
+
+def drawing(y: torch.Tensor) -> float:
+    return random.random() + 1
+
+
+WEIGHTS: dict[str, Callable[[torch.Tensor], float]] = {
+    "a count": lambda y: next(COUNTED),
+    "a count that tells late": lambda y: 1.0 if one_more(HELD) < 10**9 else 2.0,
+    "a draw": drawing,
+}
+COUNTED, HELD = itertools.count(1), types.SimpleNamespace(value=0)
+
+
+@pytest.mark.parametrize("what", WEIGHTS)
+def test_a_weight_that_does_not_follow_from_its_target_is_refused(what: str) -> None:
+    with pytest.raises(UsageError, match=r"^Job\.weight keeps something .* let it follow from y alone$"):
+        unrepeatable(job_of([(row, row) for row in ROWS], weight=WEIGHTS[what]))
+
+
+def test_a_weight_may_fill_a_cache() -> None:
+    assert unrepeatable(job_of([(row, row) for row in ROWS], weight=lambda y: looked_up(len(y)))) is None
+
+
+@pytest.mark.parametrize("what", COUNTS)
+def test_a_run_that_goes_on_says_that_what_data_keeps_begins_anew(what: str) -> None:
+    with capture_logs() as logged:
+        repeats(job_of(COUNTS[what]()), keeps=True, begins=5)
+    assert [entry["log_level"] for entry in logged] == ["warning"] * 2  # and that it is not the same when it is read again
+
+
+def test_a_cache_that_data_fills_is_nothing_that_begins_anew() -> None:
+    with capture_logs() as logged:
+        assert repeats(job_of(Of(lambda own, i: own.kept.setdefault(i, ROWS[i] * 2), kept={})), keeps=True, begins=5)
+    assert not logged
 
 
 def test_without_being_put_back_another_number_is_read() -> None:

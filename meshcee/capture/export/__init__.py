@@ -11,7 +11,7 @@ from meshcee.capture.export.settings import peers_default, refuse_settings
 from meshcee.capture.export.sizes import Branch, sizes_that_vary
 from meshcee.capture.export.unchanged import Unchanged
 from meshcee.capture.export.watch import Watch, keeping
-from meshcee.capture.export.writes import place_of, refuse_aliases, refuse_overlaps, refuse_shared, settled
+from meshcee.capture.export.writes import overlap, place_of, refuse_aliases, refuse_overlaps, refuse_shared, settled
 
 __all__ = [
     "EXAMPLES",
@@ -27,6 +27,7 @@ __all__ = [
     "find_cuts",
     "keeping",
     "named_cuts",
+    "overlap",
     "peers_default",
     "place_of",
     "positions",

@@ -19,7 +19,9 @@ from meshcee.capture.export.refusals import COMPUTED
 from meshcee.capture.graph import Analysis, Input, Node, Program, Ref, analyse, find_operator, unexpanded
 from meshcee.errors import CaptureError
 
-__all__ = ["is_copy", "place_of", "refuse_aliases", "refuse_overlaps", "refuse_shared", "settled"]
+__all__ = ["is_copy", "overlap", "place_of", "refuse_aliases", "refuse_overlaps", "refuse_shared", "settled"]
+
+MOST_COMPARED = 1 << 22  # numbers of a tensor; larger ones overlap if their ranges do
 
 
 def settled(exported: Exported, changed: Set[str] = frozenset()) -> tuple[list[Input], list[Node], list[int], Analysis]:
@@ -113,15 +115,41 @@ def refuse_aliases(constants: Iterable[tuple[torch.Tensor, str]], changed: Itera
                 )
 
 
-def refuse_shared(programs: Iterable[Program], inputs: Mapping[str, torch.Tensor]) -> None:
-    """Raise CaptureError where forward writes a raw input in memory that another one has too: eager code changes both."""
+def refuse_shared(
+    programs: Iterable[Program], inputs: Mapping[str, torch.Tensor], held: Set[str] = frozenset()
+) -> None:
+    """Raise CaptureError where forward writes a raw input in memory that another one has too, or that outlives the micro-batch
+    (`held`): eager code changes both.
+    """
     written = {p.inputs[n.refs[0]].name for p in programs for n in p.nodes if is_copy(p, n)}
+    for name in sorted(written & held):
+        raise CaptureError(
+            f"collate gives {name} as a view of what the data holds, and forward or the loss changes it, so the data would change: "
+            f"return {name}.clone()"
+        )
     for one, other in itertools.combinations(inputs, 2):
-        (first, end), (other_first, other_end) = place_of(inputs[one]), place_of(inputs[other])
-        if written & {one, other} and first < other_end and other_first < end:
+        if written & {one, other} and overlap(inputs[one], inputs[other]):
             raise CaptureError(
-                f"collate gives {one} and {other} the same memory, and forward changes it: return {other}.clone()"
+                f"collate gives {one} and {other} the same memory, and forward or the loss changes it: return {other}.clone()"
             )
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors have a number in common: parts of one tensor may lie between each other."""
+    (first, end), (other_first, other_end) = place_of(a), place_of(b)
+    if first >= other_end or other_first >= end:
+        return False
+    if a.itemsize != b.itemsize or max(a.numel(), b.numel()) > MOST_COMPARED:
+        return True
+    return bool(torch.isin(_addresses(a), _addresses(b)).any())
+
+
+def _addresses(tensor: torch.Tensor) -> torch.Tensor:
+    """Of each number."""
+    found = torch.tensor([tensor.data_ptr()])
+    for size, stride in zip(tensor.shape, tensor.stride()):
+        found = (found[:, None] + torch.arange(size) * (stride * tensor.itemsize)).flatten()
+    return found
 
 
 def place_of(tensor: torch.Tensor) -> tuple[int, int]:
