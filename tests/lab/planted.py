@@ -1,6 +1,7 @@
 """`python -m tests.lab.planted FAULTS COMMAND...`: `meshcee COMMAND` on a machine with these faults, for test_doctor.py.
 
-FAULTS is JSON: what is broken, and how. Each is planted below the command, which knows nothing of it.
+FAULTS is JSON: what is broken, and how. Each is planted below the command, which knows nothing of it. What a device tells is
+planted in the processes that the command starts, too.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import resource
 import socket
 import sys
 import time
+from pathlib import Path
 
 CLONE_NEWUTS = 0x04000000
+OF_DEVICES = ("torch", "kernel")
 
 
 def plant(faults: dict[str, object]) -> None:
@@ -42,8 +45,20 @@ def plant(faults: dict[str, object]) -> None:
         measuring.PROBE_EVERY_S = 1e9  # type: ignore[misc]
 
 
+def plant_below(faults: dict[str, object]) -> None:
+    """In each Python that this process starts from now on."""
+    from peers.device import this_host
+
+    root = str(Path(__file__).resolve().parents[2])
+    lines = "import sys", f"sys.path.insert(1, {root!r})", "from tests.lab.planted import plant", f"plant({faults!r})"
+    this_host.START = "\n".join(lines).replace("{", "{{").replace("}", "}}") + this_host.START  # type: ignore[misc]
+
+
 if __name__ == "__main__":
-    plant(json.loads(sys.argv[1]))
+    found = json.loads(sys.argv[1])
+    plant(found)
+    if of_devices := {name: fault for name, fault in found.items() if name in OF_DEVICES}:
+        plant_below(of_devices)
     from peers.cli.main import main
 
     main(sys.argv[2:])
