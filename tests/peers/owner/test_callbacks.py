@@ -346,7 +346,7 @@ async def test_the_short_words_for_both_do_the_same(tmp_path: Path) -> None:
         (
             {"schedule": Schedule("OneCycleLR", max_lr=0.1, total_steps=5)},
             {},
-            "does not last for steps=10: .*after step 6",
+            "no rate for step 7 of steps=10: .*after step 6",
         ),
     ],
 )
