@@ -14,9 +14,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
+import structlog
+
 from meshcee.errors import UsageError
+from meshcee.events import Event
 
 __all__ = ["Change", "Control"]
+
+log = structlog.get_logger()
 
 WISHES = frozenset({"lr_changes", "evaluations", "checkpoints", "kept_checkpoints", "stops"})  # in a report
 
@@ -33,13 +38,20 @@ class Control:
     """Of one run, by its job's name; `metrics` are those that its evaluations have. All threads may ask at any time.
 
     `id`: the run's, from `on_resume` or the first step on. `saves`: the run has a folder. `evaluates`: it evaluates before its
-    last step, whoever asks for it.
+    last step, whoever asks for it. `schedule`: the job's, by name.
     """
 
     def __init__(
-        self, name: str = "job", *, metrics: Sequence[str] = (), saves: bool = False, evaluates: bool = True
+        self,
+        name: str = "job",
+        *,
+        metrics: Sequence[str] = (),
+        saves: bool = False,
+        evaluates: bool = True,
+        schedule: str | None = None,
     ) -> None:
         self.name, self.metrics, self.saves, self.evaluates = name, tuple(metrics), saves, evaluates
+        self._schedule = schedule  # until it is told that it counts no more
         self.id: str | None = None
         self._lock = threading.Lock()
         self._next = 0
@@ -100,10 +112,18 @@ class Control:
         return self._change(step, times, least)
 
     def set_lr(self, lr: float, *, step: int | None = None) -> int:
-        """Give every group this rate, whatever the schedule says, from this step or the next that begins. Returns the step."""
+        """Give every group this rate to the end, from this step or the next that begins: a schedule counts no more.
+
+        In torch's loop a schedule goes on from what `param_groups` are given, or overwrites it. To keep a schedule, multiply its
+        rates by `scale_lr`. Returns the step.
+        """
         if not (isinstance(lr, Real) and 0 <= lr < math.inf):
             raise UsageError(f"set_lr({lr!r:.40}): a rate is a number, and not negative")
-        return self._change(step, 0.0, lr)
+        begins = self._change(step, 0.0, lr)
+        if self._schedule is not None:
+            log.warning(Event.SCHEDULE_OVER, schedule=self._schedule, lr=float(lr), step=begins + 1)
+            self._schedule = None
+        return begins
 
     def _change(self, step: int | None, times: float, least: float) -> int:
         with self._lock:

@@ -72,7 +72,8 @@ class Steering:
     def __init__(self, job: Job, callbacks: Sequence[Callback] = (), *, saves: bool = False) -> None:
         self.hyper = HyperSchedule(job.optimizer, job.schedule)
         metrics = ("loss", *job.metrics) if job.eval_data is not None else ()
-        self.control = Control(job.name, metrics=metrics, saves=saves, evaluates=0 < job.eval_every < job.steps)
+        evaluates, schedule = 0 < job.eval_every < job.steps, job.schedule.name if job.schedule is not None else None
+        self.control = Control(job.name, metrics=metrics, saves=saves, evaluates=evaluates, schedule=schedule)
         self.listeners = Listeners(callbacks, self.control)
         self._job = job
         self.source = source_of(job)
