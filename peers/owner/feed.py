@@ -102,9 +102,9 @@ class Steering:
     def begin(self, captured: Capture) -> None:
         """Before the first step: what runs between steps may not change what the model and the loss compute with any more."""
         written = {entry.name for entry in captured.train.inputs if entry.mutated}
-        self._unchanged = Unchanged(self._job, written)
+        self._unchanged = unchanged = Unchanged(self._job, written)
         if isinstance(self._job.model, nn.Module):
-            self.listeners.around = ReadsTold(self._job.model)
+            self.listeners.around = ReadsTold(self._job.model, unchanged.tell_written)
 
     def look(self, last: bool = False) -> None:
         """Between two steps: UsageError if the user's code, whichever it was, has changed what the model and the loss compute with.

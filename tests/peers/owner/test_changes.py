@@ -120,6 +120,8 @@ READS: dict[str, Callable[[Any], object]] = {
     "a copy": lambda model: {name: tensor.clone() for name, tensor in model.state_dict().items()},
     "an average": lambda model: torch.zeros(8, 4).lerp_(model[0].weight.detach(), 0.1),
     "a norm": lambda model: model[0].weight.norm(),
+    "a copy into another": lambda model: torch.zeros(8, 4).copy_(model[0].weight.detach()),
+    "as numpy": lambda model: model[0].weight.detach().numpy().sum(),
 }
 
 
