@@ -14,14 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
-import structlog
-
 from meshcee.errors import UsageError
-from meshcee.events import Event
 
 __all__ = ["Change", "Control"]
-
-log = structlog.get_logger()
 
 WISHES = frozenset({"lr_changes", "evaluations", "checkpoints", "kept_checkpoints", "stops"})  # in a report
 
@@ -38,20 +33,13 @@ class Control:
     """Of one run, by its job's name; `metrics` are those that its evaluations have. All threads may ask at any time.
 
     `id`: the run's, from `on_resume` or the first step on. `saves`: the run has a folder. `evaluates`: it evaluates before its
-    last step, whoever asks for it. `schedule`: the job's, by name.
+    last step, whoever asks for it.
     """
 
     def __init__(
-        self,
-        name: str = "job",
-        *,
-        metrics: Sequence[str] = (),
-        saves: bool = False,
-        evaluates: bool = True,
-        schedule: str | None = None,
+        self, name: str = "job", *, metrics: Sequence[str] = (), saves: bool = False, evaluates: bool = True
     ) -> None:
         self.name, self.metrics, self.saves, self.evaluates = name, tuple(metrics), saves, evaluates
-        self._schedule = schedule  # until it is told that it counts no more
         self.id: str | None = None
         self._lock = threading.Lock()
         self._next = 0
@@ -119,11 +107,7 @@ class Control:
         """
         if not (isinstance(lr, Real) and 0 <= lr < math.inf):
             raise UsageError(f"set_lr({lr!r:.40}): a rate is a number, and not negative")
-        begins = self._change(step, 0.0, lr)
-        if self._schedule is not None:
-            log.warning(Event.SCHEDULE_OVER, schedule=self._schedule, lr=float(lr), step=begins + 1)
-            self._schedule = None
-        return begins
+        return self._change(step, 0.0, lr)
 
     def _change(self, step: int | None, times: float, least: float) -> int:
         with self._lock:
@@ -173,6 +157,11 @@ class Control:
                 if lr < group["lr"] or not 0 < change.times < 1:  # as torch's ReduceLROnPlateau, with eps=0
                     group["lr"] = lr
         return tuple(found)
+
+    def is_set(self, step: int) -> bool:
+        """Whether the rates of this step are those of `set_lr`, whatever the schedule says."""
+        with self._lock:
+            return any(not change.times for change in self._changes if change.step <= step)
 
     def evaluates_after(self, step: int) -> bool:
         return step in self._evaluations

@@ -111,7 +111,7 @@ class WeightWatch(TorchDispatchMode):
 
 
 class ReadsTold(WeightWatch):  # type: ignore[no-untyped-call]
-    """Around callbacks: who reads a weight, or writes one in place, is told of once. What the user has loaded is the user's to read.
+    """Around callbacks: who reads a weight, or writes one in place, is told of once. What the user has loaded, the user may read.
 
     A view is a read where no write follows, as `weight.data.clamp_(-1, 1)` makes one first.
     """
@@ -135,7 +135,7 @@ class ReadsTold(WeightWatch):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         for name, reader in self._seen:
             self._tell(name, reader)
 

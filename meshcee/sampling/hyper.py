@@ -36,9 +36,9 @@ KEPT_EVERY = 1024  # steps; going back then takes some 30 ms
 MOST_KEPT = 64
 MOST_DRIVEN = 256  # steps that are walked through for `some_rates`, which takes some 10 ms
 LOOK_S = 2.0
-WALK_S = 1.0
+DIGEST_S = 1.0
 
-_walked: WeakKeyDictionary[Schedule, tuple[tuple[Optimizer, set[int]], dict[int, str]]] = WeakKeyDictionary()
+_digested: WeakKeyDictionary[Schedule, tuple[tuple[Optimizer, set[int]], dict[int, str]]] = WeakKeyDictionary()
 
 
 class HyperSchedule:
@@ -140,17 +140,17 @@ def some_rates(optimizer: Optimizer, schedule: Schedule | None, steps: int) -> l
 def rate_digests(optimizer: Optimizer, schedule: Schedule | None, steps: int, *more: int) -> dict[int, str]:
     """Of all rates before some steps, the last of `steps` and `more` among them; nothing for a schedule without functions.
 
-    The others are the first steps, and then each is an eighth later. Of very many it has what `WALK_S` allows. It walks once for
-    all epochs of a run.
+    The others are the first steps, and then each is an eighth later. Of very many it has what `DIGEST_S` allows. All epochs of a
+    run have the same.
     """
     functions = list(_functions(schedule))
     if schedule is None or not functions:
         return {}
     asked = optimizer, {steps, *more, *itertools.accumulate(range(200), lambda end, _: end + 1 + end // 8)}
-    if (known := _walked.get(schedule)) is not None and known[0] == asked:
+    if (known := _digested.get(schedule)) is not None and known[0] == asked:
         return known[1]
     driven = HyperSchedule(optimizer, schedule) if schedule.name != "LambdaLR" else None  # its functions say all
-    found, digest, until_s = dict[int, str](), xxhash.xxh64(), time.monotonic() + WALK_S
+    found, digest, until_s = dict[int, str](), xxhash.xxh64(), time.monotonic() + DIGEST_S
     with calling("the schedule"):
         for step in range(steps):
             digest.update(repr(driven.at(step)).encode() if driven else array("d", [each(step) for each in functions]))
@@ -158,7 +158,7 @@ def rate_digests(optimizer: Optimizer, schedule: Schedule | None, steps: int, *m
                 found[step + 1] = digest.hexdigest()
                 if time.monotonic() > until_s:
                     break
-    _walked[schedule] = asked, found
+    _digested[schedule] = asked, found
     return found
 
 

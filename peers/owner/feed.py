@@ -72,8 +72,8 @@ class Steering:
     def __init__(self, job: Job, callbacks: Sequence[Callback] = (), *, saves: bool = False) -> None:
         self.hyper = HyperSchedule(job.optimizer, job.schedule)
         metrics = ("loss", *job.metrics) if job.eval_data is not None else ()
-        evaluates, schedule = 0 < job.eval_every < job.steps, job.schedule.name if job.schedule is not None else None
-        self.control = Control(job.name, metrics=metrics, saves=saves, evaluates=evaluates, schedule=schedule)
+        self.control = Control(job.name, metrics=metrics, saves=saves, evaluates=0 < job.eval_every < job.steps)
+        self._has_schedule = job.schedule is not None  # which counts
         self.listeners = Listeners(callbacks, self.control)
         self._job = job
         self.source = source_of(job)
@@ -143,6 +143,9 @@ class Steering:
     def options(self, step: int) -> tuple[dict[str, Any], ...]:
         """Of each parameter group. What is asked of the run from now on counts for later steps."""
         self.control.begin(step)
+        if self._has_schedule and self.control.is_set(step):
+            log.warning(Event.SCHEDULE_OVER, step=step + 1)
+            self._has_schedule = False
         return self.control.options(step, self.hyper.at(step))
 
 

@@ -710,39 +710,6 @@ def test_tensors_of_any_size_are_looked_at(count: int) -> None:
     assert look.changed() == ["the buffer 'bank'"] * (count > 0)
 
 
-WRITES: dict[str, Callable[[nn.Parameter], object]] = {
-    "itself": lambda parameter: parameter.clamp_(-0.1, 0.1),
-    "data": lambda parameter: parameter.data.clamp_(-0.1, 0.1),
-    "some of it": lambda parameter: parameter[:1].fill_(0.5),
-    "several": lambda parameter: torch._foreach_mul_([parameter], 0.5),
-    "other data": lambda parameter: setattr(parameter, "data", torch.full_like(parameter, 0.1)),
-}
-
-
-@pytest.mark.parametrize("through", WRITES)
-@pytest.mark.parametrize("waits", ["steps", "never"])
-def test_weights_that_a_callback_writes_are_told_of_once(through: str, waits: str) -> None:
-    """As Lookahead or a clamp would in a plain loop: here the owner's model is not what peers train. Nobody calls that a read."""
-    job = job_of(steps=6)
-
-    class Clamp(Callback):
-        def on_step(self, run: Any, report: Any) -> None:
-            with torch.no_grad():
-                for parameter in job.model.parameters():
-                    WRITES[through](parameter)
-
-    Clamp.waits = waits
-    with structlog.testing.capture_logs() as lines:
-        losses = meshcee.train(job, local=1, callbacks=[Clamp()]).losses
-    told = [line for line in lines if line["event"] in (Event.WEIGHTS_WRITTEN, Event.WEIGHTS_READ)]
-    assert [line["event"] for line in told] == [Event.WEIGHTS_WRITTEN]
-    assert through == "other data" or told[0]["writer"].startswith(f"Clamp.on_step at {__file__}:")
-    assert list(losses) == meshcee.plain(job_of(steps=6)).losses
-    with structlog.testing.capture_logs() as lines:
-        meshcee.train(job_of(steps=6), local=1, callbacks=[lambda run, report: None])
-    assert not [line for line in lines if line["event"] == Event.WEIGHTS_WRITTEN]
-
-
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("where", ["weight", "collate", "data", "metric", "report"])
 def test_code_of_the_users_that_changes_the_loss_ends_the_run(where: str) -> None:

@@ -132,6 +132,39 @@ def test_a_callback_that_reads_weights_is_told_of_once(what: str) -> None:
     assert told(job, lambda run, report: READS[what](job.model)).count(Event.WEIGHTS_READ) == 1
 
 
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "itself": lambda parameter: parameter.clamp_(-0.1, 0.1),
+    "data": lambda parameter: parameter.data.clamp_(-0.1, 0.1),
+    "some of it": lambda parameter: parameter[:1].fill_(0.5),
+    "several": lambda parameter: torch._foreach_mul_([parameter], 0.5),
+    "other data": lambda parameter: setattr(parameter, "data", torch.full_like(parameter, 0.1)),
+}
+
+
+@pytest.mark.parametrize("through", WRITES)
+@pytest.mark.parametrize("waits", ["steps", "never"])
+def test_weights_that_a_callback_writes_are_told_of_once(through: str, waits: str) -> None:
+    """As Lookahead or a clamp would in a plain loop: here the owner's model is not what peers train. Nobody calls that a read."""
+    job = job_of()
+
+    class Clamp(meshcee.Callback):
+        def on_step(self, run: Any, report: Any) -> None:
+            with torch.no_grad():
+                for parameter in job.model.parameters():  # type: ignore[union-attr]
+                    WRITES[through](parameter)
+
+    Clamp.waits = waits
+    with structlog.testing.capture_logs() as lines:
+        losses = meshcee.train(job, local=1, callbacks=[Clamp()]).losses
+    told = [line for line in lines if line["event"] in (Event.WEIGHTS_WRITTEN, Event.WEIGHTS_READ)]
+    assert [line["event"] for line in told] == [Event.WEIGHTS_WRITTEN]
+    assert through == "other data" or told[0]["writer"].startswith(f"Clamp.on_step at {__file__}:")
+    assert list(losses) == meshcee.plain(job_of()).losses
+    with structlog.testing.capture_logs() as lines:
+        meshcee.train(job_of(), local=1, callbacks=[lambda run, report: None])
+    assert not [line for line in lines if line["event"] == Event.WEIGHTS_WRITTEN]
+
+
 def test_a_callback_may_read_what_it_has_loaded() -> None:
     job = job_of()
     held = {name: tensor.clone() for name, tensor in job.model.state_dict().items()}  # type: ignore[union-attr]
