@@ -38,7 +38,8 @@ def job_of(**settings: Any) -> meshcee.Job:
     model = nn.Sequential(nn.Linear(4, 8), Activation(), nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
     data = [(row, row.sum(0, keepdim=True)) for row in torch.randn(32, 4)]
     optimizer = meshcee.Optimizer("SGD", lr=0.01)
-    return meshcee.Job(model=model, loss=F.mse_loss, data=data, optimizer=optimizer, batch_size=8, steps=5, **settings)
+    sizes = {"batch_size": 8, "micro_batch_size": 4, "steps": 5}  # masks are of a micro-batch's size
+    return meshcee.Job(model=model, loss=F.mse_loss, data=data, optimizer=optimizer, **sizes, **settings)
 
 
 def other_forward(model: Any) -> None:
