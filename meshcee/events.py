@@ -52,6 +52,10 @@ class Event(StrEnum):
         "weights of the model were written while the run goes on: peers train weights of their own, and what was written changes "
         "none of these"
     )
+    SCHEDULE_OVER = (
+        "a callback has set the learning rate, which stays so to the end, and the job's schedule counts no more: to keep the "
+        "schedule, multiply its rates by run.scale_lr"
+    )
     NEVER_EVALUATED = "the job has metrics, which evaluations compute, and no eval_data: none is computed"
     EVALUATED_ONCE = "evaluations come after the last step alone: give the job eval_every"
     NOT_KEPT = "this state is not kept: members have no room for a copy of it"

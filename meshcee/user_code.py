@@ -72,8 +72,8 @@ def import_job_file(path: str) -> ModuleType:
 
 
 def place_of(error: BaseException) -> str:
-    """ " at FILE:LINE" of the innermost line of the user's own, else of a library's; "" when it is none of Python's."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*_OURS, "<"))]
+    """ " at FILE:LINE" of the innermost line of the user's own, else of a library's; "" where none has a part in it."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_ours(f.filename)]
     own = [f for f in frames if not f.filename.startswith(_LIBRARIES)]
     return f" at {(own or frames)[-1].filename}:{(own or frames)[-1].lineno}" if frames else ""
 

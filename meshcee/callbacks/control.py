@@ -100,7 +100,11 @@ class Control:
         return self._change(step, times, least)
 
     def set_lr(self, lr: float, *, step: int | None = None) -> int:
-        """Give every group this rate, whatever the schedule says, from this step or the next that begins. Returns the step."""
+        """Give every group this rate to the end, from this step or the next that begins: a schedule counts no more.
+
+        In torch's loop a schedule goes on from what `param_groups` are given, or overwrites it. To keep a schedule, multiply its
+        rates by `scale_lr`. Returns the step.
+        """
         if not (isinstance(lr, Real) and 0 <= lr < math.inf):
             raise UsageError(f"set_lr({lr!r:.40}): a rate is a number, and not negative")
         return self._change(step, 0.0, lr)
@@ -153,6 +157,11 @@ class Control:
                 if lr < group["lr"] or not 0 < change.times < 1:  # as torch's ReduceLROnPlateau, with eps=0
                     group["lr"] = lr
         return tuple(found)
+
+    def is_set(self, step: int) -> bool:
+        """Whether the rates of this step are those of `set_lr`, whatever the schedule says."""
+        with self._lock:
+            return any(not change.times for change in self._changes if change.step <= step)
 
     def evaluates_after(self, step: int) -> bool:
         return step in self._evaluations

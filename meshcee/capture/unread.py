@@ -7,7 +7,7 @@ stays as it was. So before the first step they are called under a mode that sees
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -89,39 +89,72 @@ class WeightWatch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _OF_ITS_KIND.match(func.__name__):
-            for given in tree_leaves((args, kwargs)):
-                if _is_looked_at(given) and given.untyped_storage().data_ptr() in self._storages:
-                    first, end = place_of(given)
-                    self.refuse(
-                        next((name for name, (begin, last) in self._places if first < last and begin < end), None)
-                    )
+            for name in self.named((args, kwargs)):
+                self.refuse(name)
         return func(*args, **(kwargs or {}))
 
-    def refuse(self, name: str | None) -> None:
+    def named(self, given: Any) -> Iterator[str]:
+        """The weights that lie, or of which some lies, in the memory of these tensors."""
+        for it in tree_leaves(given):
+            if _is_looked_at(it) and it.untyped_storage().data_ptr() in self._storages:
+                first, end = place_of(it)
+                yield from [name for name, (begin, last) in self._places if first < last and begin < end][:1]
+
+    def refuse(self, name: str) -> None:
         """A weight of this name is read."""
-        if name is not None:
-            self.error = UsageError(
-                f"{under_way() or 'the schedule'} reads {name!r}, which is trained or written: peers train the model, and here it "
-                "stays as it was before the first step; compute this in forward or in the loss, or from a copy.deepcopy that is "
-                "made before"
-            )
-            raise self.error
+        self.error = UsageError(
+            f"{under_way() or 'the schedule'} reads {name!r}, which is trained or written: peers train the model, and here it "
+            "stays as it was before the first step; compute this in forward or in the loss, or from a copy.deepcopy that is "
+            "made before"
+        )
+        raise self.error
 
 
 class ReadsTold(WeightWatch):  # type: ignore[no-untyped-call]
-    """Around callbacks: who reads a weight is told of once. What the user has loaded is the user's to read."""
+    """Around callbacks: who reads a weight, or writes one in place, is told of once. What the user has loaded, the user may read.
 
-    is_done = False
+    A view is a read where no write follows, as `weight.data.clamp_(-1, 1)` makes one first.
+    """
+
+    def __init__(self, model: nn.Module, written: Callable[[list[str], str], None]) -> None:
+        super().__init__(model)
+        self._written, self._seen = written, list[tuple[str, str]]()  # weights of which there are views, and by whom
+        self._is_done = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            self.is_done = True
-        return func(*args, **(kwargs or {})) if self.is_done else super().__torch_dispatch__(func, types, args, kwargs)
+        if self._is_done:
+            return func(*args, **(kwargs or {}))
+        if writes := [*self.named(_written_by(func, args, kwargs or {}))]:
+            self._is_done = True
+            if func is not torch.ops.aten.copy_.default:
+                self._written(writes, under_way())
+        elif func.is_view:
+            self._seen = self._seen or [(name, under_way()) for name in self.named(args)]
+        else:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
-    def refuse(self, name: str | None) -> None:
-        if name is not None:
-            log.warning(Event.WEIGHTS_READ, parameter=name, reader=under_way())
-            self.is_done = True
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for name, reader in self._seen:
+            self._tell(name, reader)
+
+    def refuse(self, name: str) -> None:
+        self._tell(name, under_way())
+
+    def _tell(self, name: str, reader: str) -> None:
+        if not self._is_done:
+            log.warning(Event.WEIGHTS_READ, parameter=name, reader=reader)
+        self._is_done = True
+
+
+def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What an operator writes in place of what it is given."""
+    if not func._schema.is_mutable:
+        return []
+    of_schema = func._schema.arguments
+    given = dict(zip((argument.name for argument in of_schema), args)) | dict(kwargs)
+    return [given.get(a.name) for a in of_schema if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _is_looked_at(it: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -44,8 +44,12 @@ class Schedule:
                 "'SWALR' reads the rate that it finds: Schedule('LinearLR', start_factor=1.0, end_factor=swa_lr / lr, "
                 "total_iters=N) ends at a constant rate, too, and Job(ema=0.999) keeps an average of the weights"
             )
-        if not (name in WARMUPS or hasattr(torch.optim.lr_scheduler, name)):
-            ours, known = ", ".join(WARMUPS), [*WARMUPS, *torch.optim.lr_scheduler.__all__]
+        known = [
+            *WARMUPS,
+            *(one for one in torch.optim.lr_scheduler.__all__ if one != "LRScheduler"),
+        ]  # the base of all
+        if name not in known:
+            ours = ", ".join(WARMUPS)
             meant = "".join(f"; did you mean {one!r}?" for one in difflib.get_close_matches(name, known, 1))
             raise UsageError(
                 f"schedule {name!r} is not a step-driven class of torch.optim.lr_scheduler, nor {ours}{meant}"
@@ -57,8 +61,10 @@ class Schedule:
         chained = options.get("schedulers", ())
         if not isinstance(chained, list | tuple) or not all(isinstance(part, Schedule) for part in chained):
             raise UsageError(f"schedule {name!r}: `schedulers` is a list of meshcee.Schedule(...)")
-        if name == "SequentialLR" and any("schedulers" in part.options for part in chained):
-            raise UsageError("torch's SequentialLR holds no other chain: list the schedules themselves")
+        if name == "SequentialLR" and any("schedulers" in part.options for part in chained[1:]):
+            raise UsageError(
+                "torch's SequentialLR goes over to no chain (torch 2.13): put the chain first, or list its schedules themselves"
+            )
         self.name = name
         self.options = options
 
@@ -80,13 +86,22 @@ class Schedule:
             kind = getattr(torch.optim.lr_scheduler, self.name)
         if "schedulers" in options:
             options["schedulers"] = [part.build(optimizer) for part in options["schedulers"]]
-        with calling(f"torch.optim.lr_scheduler.{self.name}"):
-            built: torch.optim.lr_scheduler.LRScheduler = kind(optimizer=optimizer, **options)
+        try:
+            with calling(f"torch.optim.lr_scheduler.{self.name}"):
+                built: torch.optim.lr_scheduler.LRScheduler = kind(optimizer=optimizer, **options)
+        except UsageError as error:
+            if "cycle_momentum" not in str(error):
+                raise
+            raise UsageError(
+                f"schedule {self.name!r} changes the momentum, and the optimizer has none: say cycle_momentum=False, or take an "
+                "optimizer with a momentum or with betas, as SGD or AdamW"
+            ) from error.__cause__
         return built
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
     """UsageError for what is missing, and for what the schedule does not have."""
+    of_class: Mapping[str, inspect.Parameter] = {}
     if name in WARMUPS:
         known = needed = sorted(WARMUPS[name][1])
     else:
@@ -98,6 +113,27 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
     if wrong:
         counts = ", counts of steps" if name in WARMUPS else ""
         raise UsageError(f"schedule {name!r} {wrong[0]}: its options are {', '.join(known)}{counts}")
+    for key, value in options.items() if name not in WARMUPS else ():
+        if unlike := _unlike(value, str(of_class[key].annotation)):
+            raise UsageError(f"schedule {name!r}: {key}={value!r:.40} is no {unlike}")
+    if options.get("last_epoch", -1) != -1:
+        raise UsageError(
+            f"schedule {name!r}: leave last_epoch out, as a run that is resumed goes on in its schedule by itself"
+        )
+
+
+def _unlike(value: Any, hint: str) -> str:
+    """What an option should be, in words, where it is not what torch's annotation says; "" for all that it does not say."""
+    several = value if isinstance(value, list | tuple) and "[" in hint else [value]
+    numbers = all(isinstance(plain_number(one), int | float) for one in several)
+    if value is None and "None" in hint:
+        return ""
+    if hint.startswith("Callable"):
+        return "" if all(map(callable, several)) else "function: give one that returns a number"
+    if hint.startswith(("list[int]", "Iterable[int]")):
+        is_list = not isinstance(value, str) and isinstance(value, Iterable) and (numbers or several is not value)
+        return "" if is_list else "list of steps: write one, as [3, 5]"
+    return "" if numbers or not hint.startswith(("int", "float")) else "number: write one, as 3 or 0.5"
 
 
 def _constant(step: int, warmup: int) -> float:

@@ -364,14 +364,11 @@ def plans(
 
 def _check_count(stages: int, cluster: Cluster, workload: Workload) -> None:
     if stages > len(cluster.devices):
-        raise PlanError(
-            f"{stages} stages were asked for and there are {len(cluster.devices)} devices: join more peers, or ask for "
-            "fewer stages"
-        )
+        devices = f"{len(cluster.devices)} device{'s' * (len(cluster.devices) != 1)}"
+        raise PlanError(f"{stages} stages were asked for on {devices}: join more peers, or ask for fewer stages")
     if stages > workload.num_blocks:
-        raise PlanError(
-            f"{stages} stages were asked for and the model has {workload.num_blocks} blocks: ask for fewer stages"
-        )
+        blocks = f"{workload.num_blocks} block{'s' * (workload.num_blocks != 1)}"
+        raise PlanError(f"{stages} stages were asked for and the model has {blocks}: ask for fewer stages")
 
 
 def _exactly(search: Search, stages: int | None) -> Iterator[Layout]:

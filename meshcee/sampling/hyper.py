@@ -9,28 +9,36 @@ functions are not copied: they may hold anything, and their rates must follow fr
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import threading
 import time
 import warnings
+from array import array
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import xxhash
 
 from meshcee.errors import UsageError
 from meshcee.optim import Optimizer, Schedule
 from meshcee.user_code import calling
 
-__all__ = ["HyperSchedule", "scheduled", "some_rates"]
+__all__ = ["HyperSchedule", "rate_digests", "scheduled", "some_rates"]
 
 DRIVEN = ("lr", "momentum", "betas")  # what torch's schedulers write
 KEPT_EVERY = 1024  # steps; going back then takes some 30 ms
 MOST_KEPT = 64
 MOST_DRIVEN = 256  # steps that are walked through for `some_rates`, which takes some 10 ms
 LOOK_S = 2.0
+DIGEST_S = 1.0
+
+_digested: WeakKeyDictionary[Schedule, tuple[tuple[Optimizer, set[int]], dict[int, str]]] = WeakKeyDictionary()
 
 
 class HyperSchedule:
@@ -43,7 +51,8 @@ class HyperSchedule:
             optimizer.name, groups={str(i): g for i, g in enumerate(optimizer.groups.values())}, **optimizer.options
         )
         self._optimizer = by_index.build(names)
-        self._scheduler = schedule.build(self._optimizer) if schedule else None
+        with _unwarned():
+            self._scheduler = schedule.build(self._optimizer) if schedule else None
         self._step = 0
         self._first = self._copied((self._optimizer, self._scheduler))
         self._kept = deque([(0, self._first)], maxlen=MOST_KEPT)  # as they were before these steps
@@ -79,7 +88,7 @@ class HyperSchedule:
             try:
                 self._go_to(step)
             except UsageError as error:
-                raise UsageError(f"the schedule does not last for steps={steps}: {error}") from (
+                raise UsageError(f"the schedule has no rate for step {step + 1} of steps={steps}: {error}") from (
                     error.__cause__ or error
                 )
             found.append(repr(self.at(step)))
@@ -99,9 +108,7 @@ class HyperSchedule:
             self._optimizer, self._scheduler = self._copied(pair)
         if isinstance(self._scheduler, torch.optim.lr_scheduler.LambdaLR):  # needs no rate of the steps before
             self._step = self._scheduler.last_epoch = step - 1
-        with warnings.catch_warnings():
-            # torch warns that optimizer.step() was not called: the peers call it.
-            warnings.simplefilter("ignore", UserWarning)
+        with _unwarned():
             while self._step < step:
                 assert self._scheduler is not None
                 with calling(partial("the schedule, after step {}".format, self._step + 1)):  # some take a function
@@ -109,6 +116,14 @@ class HyperSchedule:
                 self._step += 1
                 if self._step % KEPT_EVERY == 0:
                     self._kept.append((self._step, self._copied((self._optimizer, self._scheduler))))
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """Torch warns that optimizer.step() was not called: the peers call it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
 
 
 def some_rates(optimizer: Optimizer, schedule: Schedule | None, steps: int) -> list[str]:
@@ -120,6 +135,31 @@ def some_rates(optimizer: Optimizer, schedule: Schedule | None, steps: int) -> l
     driven = HyperSchedule(optimizer, schedule)
     end = steps if schedule.name == "LambdaLR" else min(steps, MOST_DRIVEN + 1)
     return [repr(driven.at(step)) for step in (1, 2, 3, *(1 << k for k in range(2, end.bit_length()))) if step < end]
+
+
+def rate_digests(optimizer: Optimizer, schedule: Schedule | None, steps: int, *more: int) -> dict[int, str]:
+    """Of all rates before some steps, the last of `steps` and `more` among them; nothing for a schedule without functions.
+
+    The others are the first steps, and then each is an eighth later. Of very many it has what `DIGEST_S` allows. All epochs of a
+    run have the same.
+    """
+    functions = list(_functions(schedule))
+    if schedule is None or not functions:
+        return {}
+    asked = optimizer, {steps, *more, *itertools.accumulate(range(200), lambda end, _: end + 1 + end // 8)}
+    if (known := _digested.get(schedule)) is not None and known[0] == asked:
+        return known[1]
+    driven = HyperSchedule(optimizer, schedule) if schedule.name != "LambdaLR" else None  # its functions say all
+    found, digest, until_s = dict[int, str](), xxhash.xxh64(), time.monotonic() + DIGEST_S
+    with calling("the schedule"):
+        for step in range(steps):
+            digest.update(repr(driven.at(step)).encode() if driven else array("d", [each(step) for each in functions]))
+            if step + 1 in asked[1]:
+                found[step + 1] = digest.hexdigest()
+                if time.monotonic() > until_s:
+                    break
+    _digested[schedule] = asked, found
+    return found
 
 
 def scheduled(optimizer: Optimizer, schedule: Schedule | None) -> Optimizer:

@@ -6,7 +6,7 @@ a pipeline of stages in one thread. Imports capture.graph and codec.
 
 from meshcee.stage.boundary import Boundaries, Boundary
 from meshcee.stage.chain import Chain, split_blocks
-from meshcee.stage.plan_checks import check_kinds, check_pipelines, remarks, why_one_pipeline
+from meshcee.stage.plan_checks import check_count, check_kinds, check_pipelines, remarks, why_one_pipeline
 from meshcee.stage.runner import StageRunner
 from meshcee.stage.weights import AVERAGE, first_moments, optimizer_layout
 
@@ -16,6 +16,7 @@ __all__ = [
     "Boundary",
     "Chain",
     "StageRunner",
+    "check_count",
     "check_kinds",
     "check_pipelines",
     "first_moments",

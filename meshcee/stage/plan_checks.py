@@ -9,14 +9,36 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from meshcee.capture import Capture, Program
-from meshcee.capture.graph import Node, is_random
+from meshcee.capture.graph import Node, analyse, is_random
 from meshcee.errors import PlanError
 from meshcee.plan import Plan
 from meshcee.stage.statistics import why_not_folded
 
-__all__ = ["check_kinds", "check_pipelines", "remarks", "why_one_pipeline"]
+__all__ = ["check_count", "check_kinds", "check_pipelines", "remarks", "why_one_pipeline"]
 
 RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
+
+
+def check_count(program: Program, stages: int | None) -> None:
+    """Raise PlanError where more stages are asked for than there are blocks, with the line that keeps most of a model in one."""
+    count, base = program.num_blocks, len(program.inputs)
+    if stages is None or stages <= count:
+        return
+    found, held = (
+        analyse(program.inputs, program.nodes),
+        {0: 0},
+    )  # by the last write of a tensor: nodes from its making on
+    for group, writes in found.mutations.items():
+        members = [n for n, of in enumerate(found.group) if of == group]
+        first = min([*(n - base for n in members if n >= base), *(u for n in members for u in found.users[n])])
+        held[max(writes)] = max(writes) - first
+    widest = max(held, key=held.__getitem__)
+    why = ""
+    if 2 * held[widest] >= len(program.nodes):
+        why = f"no stage begins before the last write in place{program.nodes[widest].at}: write `h = h + ...` for `h += ...`, or "
+    raise PlanError(
+        f"{stages} stages were asked for and the model has {count} block{'s' * (count != 1)}: {why}ask for fewer stages"
+    )
 
 
 def check_kinds(captured: Capture, plan: Plan, kinds: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -305,6 +306,11 @@ def load_job(path: Path) -> Job:
             )
         elif isinstance(error, ImportError) and "relative import" in str(error):
             told += f"; a job file is run by itself: {_instead(file, code)}"
+        elif isinstance(error, ModuleNotFoundError) and (folder := _above(file, error.name or "")) is not None:
+            told += (
+                f"; it lies in {folder}, and a job file imports from its own folder: keep the file there, or say "
+                f"PYTHONPATH={shlex.quote(str(folder))} before the command"
+            )
         where = f", line {lines[-1].lineno}" if lines else ""
         raise UsageError(f"{path}{where}: {told}") from error
     job = getattr(module, "job", None)
@@ -315,6 +321,14 @@ def load_job(path: Path) -> Job:
         )
         raise UsageError(f"{path} defines no `job = meshcee.Job(...)`{other}")
     return job
+
+
+def _above(file: Path, module: str) -> Path | None:
+    """The folder above that of the job's file from which this module could be imported; the nearest, or none."""
+    places = [
+        folder for folder in file.parents[1:] if (folder / module).is_dir() or (folder / f"{module}.py").is_file()
+    ]
+    return places[0] if places and module.isidentifier() else None
 
 
 def _instead(file: Path, code: str) -> str:

@@ -73,6 +73,7 @@ class Steering:
         self.hyper = HyperSchedule(job.optimizer, job.schedule)
         metrics = ("loss", *job.metrics) if job.eval_data is not None else ()
         self.control = Control(job.name, metrics=metrics, saves=saves, evaluates=0 < job.eval_every < job.steps)
+        self._has_schedule = job.schedule is not None  # which counts
         self.listeners = Listeners(callbacks, self.control)
         self._job = job
         self.source = source_of(job)
@@ -101,9 +102,9 @@ class Steering:
     def begin(self, captured: Capture) -> None:
         """Before the first step: what runs between steps may not change what the model and the loss compute with any more."""
         written = {entry.name for entry in captured.train.inputs if entry.mutated}
-        self._unchanged = Unchanged(self._job, written)
+        self._unchanged = unchanged = Unchanged(self._job, written)
         if isinstance(self._job.model, nn.Module):
-            self.listeners.around = ReadsTold(self._job.model)
+            self.listeners.around = ReadsTold(self._job.model, unchanged.tell_written)
 
     def look(self, last: bool = False) -> None:
         """Between two steps: UsageError if the user's code, whichever it was, has changed what the model and the loss compute with.
@@ -142,6 +143,9 @@ class Steering:
     def options(self, step: int) -> tuple[dict[str, Any], ...]:
         """Of each parameter group. What is asked of the run from now on counts for later steps."""
         self.control.begin(step)
+        if self._has_schedule and self.control.is_set(step):
+            log.warning(Event.SCHEDULE_OVER, step=step + 1)
+            self._has_schedule = False
         return self.control.options(step, self.hyper.at(step))
 
 

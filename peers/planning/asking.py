@@ -19,6 +19,7 @@ from meshcee.figures import AT_HAND, JobCosts, LinkProfile, threads_of
 from meshcee.figures.kernels import KernelClass
 from meshcee.job import At, Job
 from meshcee.sampling import leaving_nothing
+from meshcee.stage import check_count
 from peers.mesh_view import MeshView
 from peers.planning.coordinator import Planned, PlanRequest, request_plan
 from peers.planning.job_costs import costs_of, look, profile
@@ -59,9 +60,10 @@ async def question(
 ) -> PlanRequest:
     """What the coordinator must know: the job's costs, and how long its blocks take each idle device.
 
-    `begun` are the kernel classes of the devices that have computed the run so far. JoinError where nobody coordinates, unless the
-    run was taken over: its owner waits for peers behind this.
+    `begun` are the kernel classes of the devices that have computed the run so far. PlanError where there are fewer blocks than
+    stages. JoinError where nobody coordinates, unless the run was taken over: its owner waits for peers behind this.
     """
+    check_count(captured.train, stages)
     try:
         await agent.see_the_mesh(lent)
     except JoinError as error:

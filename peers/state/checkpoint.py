@@ -39,7 +39,7 @@ from meshcee.files import Run, disk, dumps, loads
 from meshcee.files.tensor_files import Layout, OnDemand, byte_view, head_of
 from meshcee.job import Job
 from meshcee.sampling import order_digest
-from meshcee.sampling.hyper import some_rates
+from meshcee.sampling.hyper import rate_digests, some_rates
 from meshcee.stage import AVERAGE
 
 __all__ = [
@@ -66,6 +66,7 @@ OTHER = {
     "model": "another model",
     "computation": "another computation: code of the model or of the loss has changed, or a number in it",
     "rates": "another schedule: its function gives other rates",
+    "all_rates": "another schedule: its function gives other rates",
     "weight": "another Job.weight: with none, where there is one now, or the other way round",
 }
 
@@ -88,6 +89,7 @@ def description(job: Job, captured: Capture) -> dict[str, Any]:
         "precision": f"{job.precision} but for {', '.join(job.keep_fp32)}" if job.keep_fp32 else job.precision,
         "computation": hashlib.sha256(computed).hexdigest(),
         "rates": some_rates(job.optimizer, job.schedule, job.steps),
+        "all_rates": sorted(rate_digests(job.optimizer, job.schedule, job.steps).items()),
         "weight": job.weight is not None,
     }
 
@@ -111,6 +113,10 @@ def check_same(job: Job, captured: Capture, run: Mapping[str, Any], micro_batch:
         said = run.get(key, value)  # a run of an older version says less
         if key == "rates":  # a run with fewer steps says fewer
             value, said = value[: len(said)], said[: len(value)]
+        if key == "all_rates" and said != value:  # and of other ones
+            own = rate_digests(job.optimizer, job.schedule, job.steps, *(end for end, _ in said))
+            said = [[end, digest] for end, digest in said if end in own]
+            value = [[end, own[end]] for end, _ in said]
         if value != said:
             what = OTHER.get(key, f"{key} {_in_words(run.get(key))}, the job says {_in_words(value)}")
             raise UsageError(

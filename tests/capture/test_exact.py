@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshcee.capture import capture
+from meshcee.errors import PlanError
+from meshcee.stage import check_count
 from tests.capture.exactness import WIDTH, difference, job_of
 
 
@@ -170,3 +173,43 @@ def test_a_loss_that_writes_its_target() -> None:
 
     torch.manual_seed(1)
     assert difference(job_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), masked)) == ""
+
+
+def test_a_loss_that_writes_its_target_leaves_the_model_its_blocks() -> None:
+    """The copy of the target that it writes is made where the loss begins, as no cut may come between."""
+
+    def halved(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        target.mul_(0.5)
+        return F.mse_loss(output, target)
+
+    def blocks(loss: Any) -> int:
+        return capture(job_of(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]), loss)).train.num_blocks
+
+    assert blocks(halved) == blocks(F.mse_loss) > 3
+
+
+class InPlace(nn.Module):
+    """A residual stream that is written from the first layer to the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        for layer in self.layers:
+            h += layer(h.relu())
+        return h
+
+
+def test_more_stages_than_blocks_are_refused_with_the_line_that_keeps_the_model_together() -> None:
+    program = capture(job_of(InPlace())).train
+    assert program.num_blocks == 1
+    said = rf"^2 stages .* the model has 1 block: no stage .* in place at {__file__}:\d+ `h \+= layer.*`: write `h = h \+ \.\.\.`"
+    with pytest.raises(PlanError, match=said):
+        check_count(program, 2)
+    check_count(program, 1)
+    check_count(program, None)
+    several = capture(job_of(nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)]))).train
+    with pytest.raises(PlanError, match=r"the model has [4-9] blocks: ask for fewer stages$"):
+        check_count(several, 10)

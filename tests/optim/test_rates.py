@@ -30,6 +30,14 @@ from meshcee.stage import optimizer_layout
         ("CosineAnnealingLR", {"tmax": 3}, "has no 'tmax': its options are T_max, eta_min, last_epoch"),
         ("StepLR", {}, "needs 'step_size': its options are step_size, gamma"),
         ("StepLR", {"step_size": 1, "optimizer": 2}, "has no 'optimizer'"),
+        ("StepLR", {"step_size": None}, "step_size=None is no number: write one, as 3"),
+        ("ExponentialLR", {"gamma": "x"}, "gamma='x' is no number: write one"),
+        ("OneCycleLR", {"max_lr": [0.1, "x"], "total_steps": 3}, "is no number"),
+        ("MultiStepLR", {"milestones": 3}, r"milestones=3 is no list of steps: write one, as \[3, 5\]"),
+        ("LambdaLR", {"lr_lambda": 3}, "lr_lambda=3 is no function: give one that returns a number"),
+        ("StepLR", {"step_size": 1, "last_epoch": 3}, "leave last_epoch out, as a run that is resumed goes on"),
+        ("LRScheduler", {}, "'LRScheduler' is not a step-driven class"),
+        ("warnings", {}, "'warnings' is not a step-driven class"),
         ("ConstantWithWarmup", {"warmup": 1, "steps": 3}, "has no 'steps': its options are warmup, counts of steps"),
     ],
 )
@@ -88,6 +96,13 @@ SCHEDULES = {
         "milestones": [9, 50],
     },
     "ChainedScheduler": {"schedulers": [Schedule("ExponentialLR", gamma=0.97), Schedule("ConstantLR", total_iters=9)]},
+    "SequentialLR of a chain": {
+        "schedulers": [
+            Schedule("ChainedScheduler", schedulers=[Schedule("ExponentialLR", gamma=0.97), Schedule("LinearLR")]),
+            Schedule("StepLR", step_size=9),
+        ],
+        "milestones": [20],
+    },
     "ConstantWithWarmup": {"warmup": 7},
     "LinearWithWarmup": {"warmup": 7, "steps": 90},
     "CosineWithWarmup": {"warmup": 7, "steps": 90},
@@ -98,7 +113,7 @@ SCHEDULES = {
 def test_a_schedule_that_goes_back_and_on_gives_the_same_bits(name: str, steps: list[int]) -> None:
     optimizer, schedule = (
         Optimizer("SGD", lr=0.1, momentum=0.9, groups={"*.bias": {"lr": 0.01}}),
-        Schedule(name, **SCHEDULES[name]),
+        Schedule(name.partition(" ")[0], **SCHEDULES[name]),
     )
     with mock.patch("meshcee.sampling.hyper.KEPT_EVERY", 8), mock.patch("meshcee.sampling.hyper.MOST_KEPT", 3):
         straight, jumping = HyperSchedule(optimizer, schedule), HyperSchedule(optimizer, schedule)
@@ -111,7 +126,9 @@ def test_a_schedule_that_ends_before_the_job_is_found_at_once_however_many_steps
     HyperSchedule(optimizer, None).check(10**9)
     HyperSchedule(optimizer, short).check(100)
     for steps in (102, 10**9):
-        with pytest.raises(UsageError, match=rf"does not last for steps={steps}: the schedule, after step 101 failed"):
+        with pytest.raises(
+            UsageError, match=rf"no rate for step 102 of steps={steps}: the schedule, after step 101 failed: Val"
+        ):
             HyperSchedule(optimizer, short).check(steps)
     table = Schedule(
         "SequentialLR", schedulers=[short, Schedule("LambdaLR", lr_lambda=[1.0].__getitem__)], milestones=[50]
@@ -224,6 +241,46 @@ def test_a_chain_of_schedules_is_torchs() -> None:
     assert_same_rates(ours, theirs, chain, 12)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["ChainedScheduler", "SequentialLR"])
+def test_a_chain_may_begin_with_a_chain(kind: str) -> None:
+    lr, more = torch.optim.lr_scheduler, {} if kind == "ChainedScheduler" else {"milestones": [2]}
+    inner = Schedule(kind, schedulers=[Schedule("ExponentialLR", gamma=0.8), Schedule("LinearLR")], **more)
+    outer = Schedule("SequentialLR", schedulers=[inner, Schedule("StepLR", step_size=2)], milestones=[4])
+    ours = HyperSchedule(Optimizer("SGD", lr=1.0), outer)
+    theirs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    chain: Any = getattr(lr, kind)
+    within = [lr.ExponentialLR(theirs, 0.8), lr.LinearLR(theirs)]
+    first = chain(theirs, within, [2]) if more else chain(within)
+    assert_same_rates(ours, theirs, lr.SequentialLR(theirs, [first, lr.StepLR(theirs, 2)], milestones=[4]), 12)
+
+
+def test_torch_warns_nobody_of_steps_that_peers_take(recwarn: pytest.WarningsRecorder) -> None:
+    inner = Schedule("ChainedScheduler", schedulers=[Schedule("ExponentialLR", gamma=0.8)])
+    outer = Schedule("SequentialLR", schedulers=[inner, Schedule("StepLR", step_size=2)], milestones=[2])
+    HyperSchedule(Optimizer("SGD", lr=1.0), outer).check(6)
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("name", ["CyclicLR", "OneCycleLR"])
+def test_a_schedule_of_momentum_for_an_optimizer_without_any_is_told_what_to_write(name: str) -> None:
+    rest = {"base_lr": 0.1} if name == "CyclicLR" else {"total_steps": 9}
+    with pytest.raises(UsageError, match=rf"^schedule '{name}' changes the momentum.*: say cycle_momentum=False, or"):
+        HyperSchedule(Optimizer("Adagrad", lr=0.1), Schedule(name, max_lr=1.0, **rest))
+    HyperSchedule(Optimizer("Adagrad", lr=0.1), Schedule(name, max_lr=1.0, cycle_momentum=False, **rest)).check(6)
+
+
+def test_what_torch_alone_refuses_names_no_file_and_what_the_users_function_does_its_line() -> None:
+    wrong = Schedule("SequentialLR", schedulers=[Schedule("StepLR", step_size=2)], milestones=[3])
+    with pytest.raises(UsageError, match=r"lr_scheduler\.SequentialLR failed: ValueError: Sequential"):
+        HyperSchedule(Optimizer("SGD", lr=0.1), wrong)
+    own = Schedule("LambdaLR", lr_lambda=lambda step: 1 / (step - 2))
+    with pytest.raises(
+        UsageError, match=rf"no rate for step 3 of steps=6: .*after step 2 failed at {__file__}:\d+: Zero"
+    ):
+        HyperSchedule(Optimizer("SGD", lr=0.1), own).check(6)
+
+
 @pytest.mark.parametrize(
     ("name", "of_theirs", "options"),
     [
@@ -247,8 +304,11 @@ def test_a_warm_up_is_that_of_transformers(name: str, of_theirs: str, options: d
         ("SequentialLR", {"schedulers": [torch.optim.lr_scheduler.LinearLR], "milestones": []}, "a list of meshcee"),
         (
             "SequentialLR",
-            {"schedulers": [Schedule("ChainedScheduler", schedulers=[])], "milestones": []},
-            "no other chain",
+            {
+                "schedulers": [Schedule("StepLR", step_size=1), Schedule("ChainedScheduler", schedulers=[])],
+                "milestones": [1],
+            },
+            "goes over to no chain.*put the chain first, or list its schedules themselves",
         ),
         ("CosineWithWarmup", {"warmup": 5}, "steps, warmup, counts of steps"),
         ("CosineWithWarmup", {"warmup": 0.03, "steps": 1000}, "warmup=0.03 is no whole number of steps: say warmup=30"),

@@ -38,7 +38,10 @@ class Unchanged:
         self._loss, self._written = job.loss, frozenset(written)
         self._before, self._parts = self._seen(), _parts(self._model)
         self._trains = self._model.training  # until it is told that it does not any more
-        self._versions: dict[str, Any] | None = {}  # as the first look finds them
+        self._first = {name: numbers for name, (*_, numbers) in self._weights().items()}
+        self._versions: (
+            dict[str, Any] | None
+        ) = {}  # as the first look finds them: who looks at the graph gives them back
 
     def __call__(self) -> None:
         """What is in eval mode as a whole, a loop puts back into train mode. Weights that are written are told of once: who has
@@ -53,7 +56,13 @@ class Unchanged:
             log.warning(Event.LEFT_IN_EVAL)
             self._trains = False
         if self._versions is not None and (written := self._written_weights()):
-            log.warning(Event.WEIGHTS_WRITTEN, parameters=written[:3])
+            self.tell_written(written)
+
+    def tell_written(self, names: list[str], writer: str | None = None) -> None:
+        """Weights of these names were. It is said once, by whoever sees it first."""
+        if self._versions is not None:
+            more = {} if writer is None else {"writer": writer}
+            log.warning(Event.WEIGHTS_WRITTEN, parameters=names[:3], **more)
             self._versions = None
 
     def changed(self) -> list[str]:
@@ -68,8 +77,11 @@ class Unchanged:
     def _written_weights(self) -> list[str]:
         assert self._versions is not None
         now = self._weights()
+        before = self._versions or {
+            name: (*now[name][:-1], numbers) for name, numbers in self._first.items() if name in now
+        }
         self._versions = self._versions or now
-        return [name for name, version in now.items() if version != self._versions.get(name)]
+        return [name for name, version in now.items() if version != before.get(name)]
 
     def _weights(self) -> dict[str, Any]:
         own = self._model.named_parameters()

@@ -33,7 +33,7 @@ def settled(exported: Exported, changed: Set[str] = frozenset()) -> tuple[list[I
     analysis = analyse(inputs, nodes)
     samples = [n for n in analysis.written if inputs[n].kind == "raw"]
     if samples:  # they are fresh in every micro-batch, so a copy is as good; and a stage may run F twice on them
-        nodes, outputs = _copied(inputs, nodes, outputs, samples)
+        nodes, outputs = _copied(inputs, nodes, outputs, samples, analysis)
         analysis = analyse(inputs, nodes)
     for number, position in analysis.written.items():
         entry = inputs[number]
@@ -159,15 +159,23 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _copied(
-    inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[int], numbers: Sequence[int]
+    inputs: Sequence[Input], nodes: Sequence[Node], outputs: Sequence[int], numbers: Sequence[int], analysis: Analysis
 ) -> tuple[list[Node], list[int]]:
-    """The nodes behind clones of these inputs, which all others read in their place; and the outputs."""
-    base, clone = len(inputs), find_operator("aten.clone.default")
-    copies = {number: base + i for i, number in enumerate(numbers)}
+    """The nodes with clones of these inputs, which all others read in their place; and the outputs.
 
-    places = {n: copies.get(n, n + len(numbers) if n >= base else n) for n in range(base + len(nodes))}
-    made = [Node(clone, (Ref(n),), {}, inputs[n].value) for n in numbers]
-    for node in nodes:
+    Each clone stands before the first node that reads it, as no cut may lie between a clone and its last in-place change.
+    """
+    base, clone = len(inputs), find_operator("aten.clone.default")
+    before: dict[int, list[int]] = {}
+    for number in numbers:
+        before.setdefault(min(analysis.users[number]), []).append(number)
+    places = {n: n for n in range(base)}
+    made: list[Node] = []
+    for position, node in enumerate(nodes):
+        for number in before.get(position, ()):
+            places[number] = base + len(made)
+            made.append(Node(clone, (Ref(number),), {}, inputs[number].value))
+        places[base + position] = base + len(made)
         kwargs = {k: _moved(v, places) for k, v in node.kwargs.items()}
         made.append(dataclasses.replace(node, args=_moved(node.args, places), kwargs=kwargs))
     return _named(made), [places[o] for o in outputs]

@@ -112,6 +112,38 @@ def test_a_relative_import_is_told_what_to_write_and_that_works(
     assert load_job(beside).optimizer.options["lr"] == 0.25
 
 
+@pytest.mark.parametrize(
+    "statement", ["from lonely.net import LR", "import lonely", "import lonely.net", "import lonely_sizes"]
+)
+@pytest.mark.parametrize("place", ["lonely/job.py", "other/job.py", "lonely/jobs/deep/job.py"])
+def test_a_module_above_the_file_is_told_where_to_import_it_from_and_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, statement: str
+) -> None:
+    for name in ("lonely", "lonely.net", "lonely_sizes"):  # of the case before
+        sys.modules.pop(name, None)
+    file, top = tmp_path / "my work" / place, tmp_path / "my work"
+    for folder in (file.parent, top / "lonely"):
+        folder.mkdir(exist_ok=True, parents=True)
+    (top / "lonely" / "net.py").write_text("LR = 0.25\n")
+    (top / "lonely_sizes.py").write_text("LR = 0.25\n")
+    file.write_text(f"{statement}\n{JOB.replace('LR', '0.25')}")
+    said = refusal(file)
+    assert said.startswith(
+        f"{file}, line 1: ModuleNotFoundError: No module named '{statement.split()[1].split('.')[0]}'; it lies in"
+    )
+    assert said.endswith(f"keep the file there, or say PYTHONPATH='{top}' before the command")
+    monkeypatch.syspath_prepend(top)
+    assert load_job(file).optimizer.options["lr"] == 0.25
+
+
+@pytest.mark.parametrize("statement", ["import nowhere_to_be_found", "import kept.nothing"])
+def test_a_module_that_is_nowhere_above_the_file_gets_no_advice(tmp_path: Path, statement: str) -> None:
+    file = tmp_path / "work" / "job.py"
+    (file.parent / "kept").mkdir(parents=True)
+    file.write_text(statement)
+    assert refusal(file).endswith(f"No module named '{statement.split()[1]}'")
+
+
 def test_a_folder_that_can_be_no_package_is_not_named(tmp_path: Path) -> None:
     file = tmp_path / "my-job" / "job.py"
     file.parent.mkdir()

@@ -38,7 +38,8 @@ def job_of(**settings: Any) -> meshcee.Job:
     model = nn.Sequential(nn.Linear(4, 8), Activation(), nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
     data = [(row, row.sum(0, keepdim=True)) for row in torch.randn(32, 4)]
     optimizer = meshcee.Optimizer("SGD", lr=0.01)
-    return meshcee.Job(model=model, loss=F.mse_loss, data=data, optimizer=optimizer, batch_size=8, steps=5, **settings)
+    sizes = {"batch_size": 8, "micro_batch_size": 4, "steps": 5}  # masks are of a micro-batch's size
+    return meshcee.Job(model=model, loss=F.mse_loss, data=data, optimizer=optimizer, **sizes, **settings)
 
 
 def other_forward(model: Any) -> None:
@@ -120,6 +121,8 @@ READS: dict[str, Callable[[Any], object]] = {
     "a copy": lambda model: {name: tensor.clone() for name, tensor in model.state_dict().items()},
     "an average": lambda model: torch.zeros(8, 4).lerp_(model[0].weight.detach(), 0.1),
     "a norm": lambda model: model[0].weight.norm(),
+    "a copy into another": lambda model: torch.zeros(8, 4).copy_(model[0].weight.detach()),
+    "as numpy": lambda model: model[0].weight.detach().numpy().sum(),
 }
 
 
@@ -128,6 +131,39 @@ def test_a_callback_that_reads_weights_is_told_of_once(what: str) -> None:
     """They are those before the first step: an average of them is worthless."""
     job = job_of()
     assert told(job, lambda run, report: READS[what](job.model)).count(Event.WEIGHTS_READ) == 1
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "itself": lambda parameter: parameter.clamp_(-0.1, 0.1),
+    "data": lambda parameter: parameter.data.clamp_(-0.1, 0.1),
+    "some of it": lambda parameter: parameter[:1].fill_(0.5),
+    "several": lambda parameter: torch._foreach_mul_([parameter], 0.5),
+    "other data": lambda parameter: setattr(parameter, "data", torch.full_like(parameter, 0.1)),
+}
+
+
+@pytest.mark.parametrize("through", WRITES)
+@pytest.mark.parametrize("waits", ["steps", "never"])
+def test_weights_that_a_callback_writes_are_told_of_once(through: str, waits: str) -> None:
+    """As Lookahead or a clamp would in a plain loop: here the owner's model is not what peers train. Nobody calls that a read."""
+    job = job_of()
+
+    class Clamp(meshcee.Callback):
+        def on_step(self, run: Any, report: Any) -> None:
+            with torch.no_grad():
+                for parameter in job.model.parameters():  # type: ignore[union-attr]
+                    WRITES[through](parameter)
+
+    Clamp.waits = waits
+    with structlog.testing.capture_logs() as lines:
+        losses = meshcee.train(job, local=1, callbacks=[Clamp()]).losses
+    told = [line for line in lines if line["event"] in (Event.WEIGHTS_WRITTEN, Event.WEIGHTS_READ)]
+    assert [line["event"] for line in told] == [Event.WEIGHTS_WRITTEN]
+    assert through == "other data" or told[0]["writer"].startswith(f"Clamp.on_step at {__file__}:")
+    assert list(losses) == meshcee.plain(job_of()).losses
+    with structlog.testing.capture_logs() as lines:
+        meshcee.train(job_of(), local=1, callbacks=[lambda run, report: None])
+    assert not [line for line in lines if line["event"] == Event.WEIGHTS_WRITTEN]
 
 
 def test_a_callback_may_read_what_it_has_loaded() -> None:

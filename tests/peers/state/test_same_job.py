@@ -113,13 +113,32 @@ def test_rates_of_the_second_half_are_compared_and_cost_a_long_run_nothing() -> 
         checked(job_of(late=0.5))
     asked: list[int] = []
     long = Schedule("LambdaLR", lr_lambda=lambda step: asked.append(step) or 1.0)  # type: ignore[func-returns-value]
-    description(job := job_of(schedule=long, steps=1_000_000), capture(job))
+    job = job_of(schedule=long, steps=1_000_000)
+    described = description(job, captured := capture(job))
     assert max(asked) > 500_000
-    assert len(asked) < 100
+    asked.clear()
+    assert description(job, captured) == described
+    assert len(asked) < 100, "all of them are asked for once"
     asked.clear()
     long = Schedule("MultiplicativeLR", lr_lambda=lambda step: asked.append(step) or 1.0)  # type: ignore[func-returns-value]
-    description(job := job_of(schedule=long, steps=1_000_000), capture(job))
+    description(job := job_of(schedule=long, steps=1_000_000), captured)
+    asked.clear()
+    description(job, captured)
     assert max(asked) == len(asked) == 256, "its rates follow from those before"
+
+
+@pytest.mark.parametrize("name", ["LambdaLR", "MultiplicativeLR"])
+def test_every_rate_is_compared_by_runs_of_any_length(name: str) -> None:
+    def job(odd: int, steps: int) -> Job:
+        return job_of(schedule=Schedule(name, lr_lambda=lambda step: 0.5 if step == odd else 1.0), steps=steps)
+
+    captured = capture(job(0, 4))
+    for of_run, of_job, odd in itertools.product((20, 300), (20, 300), (6, 19, 260, 299)):
+        described = description(job(400, of_run), captured)
+        check_same(job(max(of_run, of_job) - 1, of_job), captured, described, 4) if of_run != of_job else None
+        if odd < min(of_run, of_job) * 8 // 9 or odd < of_run <= of_job:
+            with pytest.raises(UsageError, match="another schedule"):
+                check_same(job(odd, of_job), captured, described, 4)
 
 
 def test_a_run_of_an_older_version_has_the_first_three_rates() -> None:
