@@ -136,7 +136,7 @@ def job_named(name: str) -> Job:
     return baked_job() if name == "baked" else zoo.make(name, steps=1)
 
 
-WITHOUT_CUDA = ("cnn", "resnet", "sizes", "gru")  # their kernels ask the driver even for tensors without memory
+WITHOUT_CUDA = ("cnn", "resnet", "sizes", "gru", "fno")  # their kernels ask the driver even for tensors without memory
 SOME = {"baked", "char_gpt", "unet", "moe"}
 KINDS = [m if m in SOME else pytest.param(m, marks=pytest.mark.slow) for m in ("baked", *zoo.ALL)]
 
