@@ -113,8 +113,8 @@ def splits(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
 
 
 def begins(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
-    first = torch.zeros(4, h.shape[0], requires_grad=True).T
-    return h + first
+    first = torch.zeros(h.shape[0], 4, requires_grad=True)
+    return h + F.linear(first, torch.ones(4, 4))
 
 
 def mixes(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
@@ -209,10 +209,10 @@ REFUSED = {
         rf"{HERE} .*a part of the number of samples; take the parts as z\[:n\] and z\[n:\]",
     ),
     "two halves by split": (splits, rf"{HERE} .*a part of the number of samples; .*torch\.split\(z, \[n, n\]\)$"),
-    "a state that wants a gradient": (begins, rf"requires_grad is set in forward at .*{HERE}, .*; leave it out$"),
+    "a state that wants a gradient": (begins, rf"requires_grad is set in forward at .*{HERE} `first.*; leave it out$"),
     "a tensor of the number of samples": (
         lambda _, h: h / torch.tensor(h.shape[0]),
-        rf"a tensor is made of a number of samples at .*{HERE}; divide by x\.shape\[0\] itself",
+        rf"a tensor is made of a number of samples at .*{HERE} .*; divide by x\.shape\[0\] itself",
     ),
     "Python's math of the number of samples": (
         lambda _, h: h / math.log(h.shape[0] + 1),

@@ -454,10 +454,11 @@ class _Looking(TorchFunctionMode):
                 f"{words} (model.disable_input_require_grads() of Hugging Face); a derivative by inputs, as torch.autograd.grad "
                 "computes it, is to be written as a formula"
             )
-        if func in (_GRAD, _SET_GRAD) and _asks_for_gradients(sys._getframe(1).f_code.co_filename):
+        if func in (_GRAD, _SET_GRAD) and _means_gradients(sys._getframe(1).f_code.co_filename):
+            how = "read" if func == _GRAD else "set"
             raise CaptureError(
-                f"a .grad is {'read' if func == _GRAD else 'set'}{users_line()}, and a graph has none: what a backward pass has left is of the micro-batch before; "
-                "leave it out, or clip and scale gradients by the Job's own settings"
+                f"a .grad is {how}{users_line()}, and a graph has none: what a backward pass has left is of the micro-batch "
+                "before; leave it out, or clip and scale gradients by the Job's own settings"
             )
         if func == _SET_DATA:
             advice = COMPUTED if args[0].requires_grad else FOLLOWS if id(args[0]) in self._own else AVERAGE
@@ -513,8 +514,8 @@ class _Looking(TorchFunctionMode):
         return isinstance(tensor, nn.Parameter) or not isinstance(tensor, FakeTensor)  # made before the forward pass
 
 
-def _asks_for_gradients(file: str) -> bool:
-    """Whether code of this file means the gradients of the micro-batch before: the user's, or torch's that the user calls for it."""
+def _means_gradients(file: str) -> bool:
+    """Whether code of this file wants them of the micro-batch before: the user's, or torch's that the user calls for it."""
     return not is_ours(file) or file.startswith(_MODULES)
 
 
