@@ -143,7 +143,7 @@ class Capture:
                 )
         return None
 
-    def output_of(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def output_of(self, tensors: Sequence[torch.Tensor | None]) -> Any:
         """The model's output as a metric expects it, from the evaluation outputs behind the loss.
 
         Tensors, tuples, lists, named tuples and constants stay what they are; mappings and dataclasses allow both

@@ -36,6 +36,11 @@ def refuse_modules(model: nn.Module, loss: Any) -> None:
         what = f"module {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(f"{what} is scripted; pass the module that it was made of, without torch.jit")
+        if hidden := next((own for own in module._modules if hasattr(nn.Module, own)), None):
+            raise CaptureError(
+                f"{what} has a submodule {hidden!r}, which is the name of a method of nn.Module, and Python finds the method: give "
+                "it another name"
+            )
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise CaptureError(
                 f"{what} is compiled, and peers run eager kernels, which may round otherwise; pass the module that it was made "

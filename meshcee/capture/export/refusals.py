@@ -195,7 +195,7 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
         at = sizes.mapped
         advice = "write it for a whole batch, as the functions of torch are"
         return CaptureError(f"the model cannot be captured{at}: torch.vmap is used; {instead(at, advice)}")
-    fixes = sizes.fixes if sizes is not None and "Constraints violated" in text else {}
+    fixes = sizes.fixes if sizes is not None and re.search("Constraints violated|exponent must be", text) else {}
     suspect = "Constraints violated" in text and sizes is not None and sizes.suspect
     for at, how, advice in (*(found for word, found in fixes.items() if word in text), *([suspect] if suspect else [])):
         return CaptureError(f"the model cannot be captured{at}: {how}; {instead(at, advice)}")
@@ -221,7 +221,9 @@ RANKS = (
     "keep all samples and weigh them: after l = l.sort(descending=True).values, the mask torch.arange(l.shape[0]) < "
     "l.shape[0] // 2 has the larger half"
 )
+SQUARE = "keep samples apart in the model; of m = z @ z.t() take m.diagonal(), or m.masked_fill(torch.eye(n, dtype=torch.bool), 0)"
 PAIRS = "take d = torch.cdist(o, o) and weigh each pair once, by torch.ones_like(d).triu(1)"
+STEP = "write it by rows and columns, as w[:, 0] for w.view(-1)[::n], and w.diagonal() for w.view(-1)[:: n + 1]"
 SPLIT = "take the parts as z[:n] and z[n:] with n = z.shape[0] // 2, or by torch.split(z, [n, n])"
 GRADIENT_SET = "requires_grad is set in forward{at}, which a graph does not hold, and no weight needs it; leave it out"
 LENGTH = (
@@ -292,6 +294,9 @@ class Watched(logging.Handler):
             here = users_line().text
             advice = SPLIT if _SPLITS.search(here) else PAIRS if "pdist(" in here else RANKS
             self.fix("generated guard", "a size or a branch follows from a part of the number of samples", advice)
+            self.fix(
+                "exponent must be non-negative", "the number of samples is the step of a slice", STEP
+            )  # says sympy
         if not self.at.text and said.startswith("set_replacement") and "singleton" in record.getMessage():
             self.at = users_line()
             if given[0] not in self.samples and any(f.filename == rnn.__file__ for f in traceback.extract_stack()):
@@ -312,6 +317,9 @@ class Watched(logging.Handler):
             elif given[0] in self.samples and re.search(r"\]\s*\*|\*\s*\[", self.at.text):
                 how = "a list has an item for each sample"
                 self.fix("specialized", how, "with n = x.shape[0], write t.expand(n, ...) or t.repeat(n, ...)")
+            elif given[0] in self.samples and re.search(r"\w\[[^\[\]:]*\w\s*-\s*\d", self.at.text):
+                how = "an index is counted from the number of samples"
+                self.fix("specialized", how, "count from the end, as w[-2, 0]")
             elif given[0] in self.samples and _computes(self.at.text):
                 self.fix("specialized", "Python computes with the number of samples", COUNT)
             elif given[0] not in self.samples and (_computes(self.at.text) or _loops(self.at.text)):
