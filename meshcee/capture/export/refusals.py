@@ -14,6 +14,7 @@ import random
 import re
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -436,7 +437,7 @@ class _Looking(TorchFunctionMode):
         self._thawed: dict[int, Place] = {}  # weights whose requires_grad forward has changed, and where
         self._used: set[int] = set()  # of these, since then
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._others and any(id(given) in self._others for given in tree_leaves((args, kwargs))):
             if any(f.filename.startswith(_OPTIMIZERS) for f in traceback.extract_stack()):
                 raise _trained_inside()
@@ -462,7 +463,7 @@ class _Looking(TorchFunctionMode):
                 f"{words} (model.disable_input_require_grads() of Hugging Face); a derivative by inputs, as torch.autograd.grad "
                 "computes it, is to be written as a formula"
             )
-        if func in (_GRAD, _SET_GRAD) and _means_gradients(sys._getframe(1).f_code.co_filename):
+        if func in (_GRAD, _SET_GRAD) and _means_gradients(sys._getframe(1).f_code):
             how = "read" if func == _GRAD else "set"
             raise CaptureError(
                 f"a .grad is {how}{users_line()}, and a graph has none: what a backward pass has left is of the micro-batch "
@@ -522,9 +523,13 @@ class _Looking(TorchFunctionMode):
         return isinstance(tensor, nn.Parameter) or not isinstance(tensor, FakeTensor)  # made before the forward pass
 
 
-def _means_gradients(file: str) -> bool:
-    """Whether code of this file wants them of the micro-batch before: the user's, or torch's that the user calls for it."""
-    return not is_ours(file) or file.startswith(_MODULES)
+def _means_gradients(code: types.CodeType) -> bool:
+    """Whether this wants those of the micro-batch before: code of the user's, or of torch's that is called for it."""
+    return (
+        not is_ours(code.co_filename)
+        or code.co_name == "zero_grad"
+        or code.co_filename.startswith(f"{_MODULES}/utils/")
+    )
 
 
 def _vary(args: Sequence[Any]) -> bool:
