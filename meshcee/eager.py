@@ -44,6 +44,7 @@ __all__ = [
     "in_full",
     "into_training",
     "on_loan",
+    "original_of",
     "outermost",
     "plain",
     "plain_steps",
@@ -250,8 +251,15 @@ def put_others(model: nn.Module, other: Callable[[torch.Tensor], torch.Tensor]) 
                 if tensor is not None and id(tensor) not in made:
                     value = other(tensor)
                     is_parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                    made[id(tensor)] = new = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+                    if is_parameter or new.dtype == tensor.dtype:  # torch's own conversion would keep the object
+                        new.original = original_of(tensor)  # type: ignore[attr-defined]
                 box[key] = None if tensor is None else made[id(tensor)]  # type: ignore[assignment]
+
+
+def original_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The model's own tensor, which lists and closures hold, where `put_others` has put this one into its place."""
+    return getattr(tensor, "original", tensor)
 
 
 def give_memory(model: nn.Module) -> None:

@@ -118,7 +118,7 @@ def library_of(file: str) -> str:
 def is_ours(file: str) -> bool:
     """Whether a file is meshcee's, torch's or Python's own, which tells a user nothing."""
     if "/site-packages/" in file or not file.startswith(("<", *_OURS, _LIBRARIES[0])):
-        return _library(file)[0] == "torch"
+        return _library(file)[0] in ("torch", "sympy")  # in which torch computes sizes
     return True
 
 

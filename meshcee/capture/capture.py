@@ -39,7 +39,6 @@ from meshcee.capture.export import (
     positions,
     refuse_aliases,
     refuse_idle,
-    refuse_modules,
     refuse_overlaps,
     refuse_settings,
     refuse_shared,
@@ -49,11 +48,12 @@ from meshcee.capture.export import (
 from meshcee.capture.graph import Analysis, Batch, Dim, Input, Node, NodeRefused, Program, find_recomputed, teach_shapes
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
+from meshcee.capture.modules import refuse_modules
 from meshcee.capture.outputs import no_loss, put_together, taken_apart
 from meshcee.capture.trial import as_trained, example_of, own_sizes, refuse_dtypes, refuse_failing, refuse_types
 from meshcee.capture.unread import ask_others, refuse_told_beside, unread
 from meshcee.config import Limits
-from meshcee.eager import HALVES, entries, in_full, put_others
+from meshcee.eager import HALVES, entries, in_full, original_of, put_others
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
 from meshcee.events import Event
 from meshcee.figures import BlockCost
@@ -145,7 +145,7 @@ class Capture:
                 )
         return None
 
-    def output_of(self, tensors: Sequence[torch.Tensor]) -> Any:
+    def output_of(self, tensors: Sequence[torch.Tensor | None]) -> Any:
         """The model's output as a metric expects it, from the evaluation outputs behind the loss.
 
         Tensors, tuples, lists, named tuples and constants stay what they are; mappings and dataclasses allow both
@@ -187,6 +187,7 @@ class _WithLoss(nn.Module):
         self._job = job
         self._example = example
         self.evaluates = evaluate
+        self._places = {id(own := original_of(tensor)): (own, name) for name, tensor in entries(model)}
         self._real = {} if job.weights else dict(model.named_buffers())
         self.rebound: tuple[str, ...] = ()  # buffers that forward assigns
         self.seen = types.SimpleNamespace(form=None)  # an object: torch.export puts attributes back as they were
@@ -199,7 +200,7 @@ class _WithLoss(nn.Module):
                 n: t.to(torch.bfloat16) if n.split(".")[0] == "x" and t.is_floating_point() else t
                 for n, t in tensors.items()
             }
-        told = faithful(self.model, evaluate=self.evaluates)
+        told = faithful(self.model, self._replaced(), evaluate=self.evaluates)
         masks = causal_masks(self.model, self._real)
         with keeping(self, self.rebound), sizes_that_vary(), told, masks, _as_in_eager(), self._job.autocast():
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
@@ -211,6 +212,15 @@ class _WithLoss(nn.Module):
         found: list[torch.Tensor] = []
         self.seen.form = taken_apart(output, found)
         return (loss, *found)
+
+    def _replaced(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """The model's own tensors by id, which lists and closures hold, with what stands in their places while it is traced.
+
+        Where forward assigns, such a list goes on to hold the first tensor.
+        """
+        now = {name: tensor for name, tensor in entries(self.model) if f"model.{name}" not in self.rebound}
+        held = ((key, tensor, name) for key, (tensor, name) in self._places.items() if name in now)
+        return {key: (tensor, now[name]) for key, tensor, name in held if now[name] is not tensor}
 
 
 @contextlib.contextmanager

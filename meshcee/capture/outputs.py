@@ -59,8 +59,8 @@ def taken_apart(output: Any, tensors: list[torch.Tensor]) -> Any:
     return _Output((key, value) for key, value in found.items() if not isinstance(value, _LeftOut))
 
 
-def put_together(form: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """An output of this form with the next of these tensors."""
+def put_together(form: Any, tensors: Iterator[torch.Tensor | None]) -> Any:
+    """An output of this form with the next of these tensors. None is one that is left out."""
     if form is _TENSOR:
         return next(tensors)
     if isinstance(form, tuple | list):

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshcee.capture import Capture
 from meshcee.capture.graph import Program, StageSpec, resolve
-from meshcee.eager import compute_in_full, entries, outermost, put_others
+from meshcee.eager import compute_in_full, entries, original_of, outermost, put_others
 from meshcee.equality.recorder import memory_of, tensors_in
 from meshcee.equality.watch import digest
 from meshcee.files.layout import copied, offset_of, placed
@@ -92,6 +92,7 @@ class Weights(TorchFunctionMode):
         named = {id(t): (captured.aliases.get(n, n), t) for n, t in entries(model)}
         self._names = {key: name for key, (name, t) in named.items() if isinstance(t, FakeTensor)}
         self._own = dict(named.values())
+        self._stead = {id(own): t for _, t in named.values() if (own := original_of(t)) is not t}
         self._offsets = {entry.name: entry.offset for entry in captured.train.inputs}
         self._held: OrderedDict[str, tuple[torch.Tensor, int]] = OrderedDict()  # and its version when it was made
         self._bytes = 0
@@ -148,6 +149,8 @@ class Weights(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(id(t) in self._stead for t in tree_leaves((args, kwargs))):  # of a list or a closure
+            args, kwargs = tree_map(lambda t: self._stead.get(id(t), t), (args, kwargs))
         given = [t for t in tree_leaves((args, kwargs)) if id(t) in self._names]
         if not given or getattr(func, "__name__", "") in _ABOUT:
             return func(*args, **kwargs)

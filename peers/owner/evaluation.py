@@ -181,11 +181,10 @@ class Predictions:
     def __init__(self, captured: Capture) -> None:
         assert captured.evaluate is not None
         program = captured.evaluate
-        for value in map(program.value, program.outputs[1:]):
-            if value.shape[:1] != (Batch(1),):
-                raise UsageError(
-                    f"the model's output {value.name!r} has no first dimension of samples; return one row for each"
-                )
+        values = map(program.value, program.outputs[1:])
+        self._has_rows = [value.shape[:1] == (Batch(1),) for value in values]  # others, as a loss, are left out
+        if not any(self._has_rows):
+            raise UsageError("the model's output has no first dimension of samples; return one row for each")
         self._captured = captured
         self._parts: dict[int, list[torch.Tensor]] = {}
 
@@ -197,7 +196,9 @@ class Predictions:
         """What the model would return for all samples at once, in their order."""
         columns = zip(*(self._parts[micro] for micro in sorted(self._parts)), strict=True)
         try:
-            return self._captured.output_of([torch.cat(column) for column in columns])
+            return self._captured.output_of(
+                [torch.cat(column) if has else None for column, has in zip(columns, self._has_rows, strict=True)]
+            )
         except RuntimeError as error:
             raise UsageError(
                 f"outputs of different sizes cannot be one tensor: {error}; predict samples of one size at a time"

@@ -6,6 +6,7 @@ written out here, which trains the module that the closures know; and the module
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import meshcee
 from meshcee.equality import blocks, net
@@ -37,6 +39,7 @@ class Net(nn.Module):
         self.scale: Callable[[torch.Tensor], torch.Tensor] = lambda h: h * self.log_t.exp()
         self.seen: dict[str, torch.Tensor] = {}
         self.told: list[int] = []
+        self.weights = [(list(self.a.parameters()), 0.1), (list(self.b.parameters()), 0.2)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = torch.relu(self.b(torch.relu(self.a(x))))
@@ -67,6 +70,15 @@ def itself(model: Net) -> Loss:
     return lambda out, y: F.cross_entropy(out, y) + 0.1 * weight.norm()
 
 
+def decaying(model: Net) -> Loss:
+    decay = {name: p for name, p in model.named_parameters() if p.dim() > 1}
+    return lambda out, y: F.cross_entropy(out, y) + 1e-2 * torch.cat([p.flatten() for p in decay.values()]).norm()
+
+
+def listed(model: Net, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out, y) + sum(k * p.square().sum() for own, k in model.weights for p in own)
+
+
 class Regularised(nn.Module):
     """A loss that holds the model: its parameters are the model's own."""
 
@@ -90,6 +102,9 @@ LOSSES: dict[str, Callable[[Net], Loss]] = {
     "a partial function": lambda model: partial(decayed, model),
     "a hook that keeps features": hooked,
     "a module that holds the model": Regularised,
+    "a parameter itself": itself,
+    "parameters by name": decaying,
+    "parameters in a list of the model": lambda model: partial(listed, model),
 }
 
 
@@ -195,11 +210,79 @@ def test_a_model_that_does_not_fit_is_the_one_that_closures_know(case: str, monk
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_parameter_that_is_not_reached_by_its_module_is_refused(precision: str) -> None:
+def test_a_parameter_of_another_copy_is_refused(precision: str) -> None:
     job = job_of("a method of the model", precision)
     assert isinstance(job.model, Net)
+    job.model.kept = None  # type: ignore[assignment]
     with pytest.raises(CaptureError, match=r"test_closures.py:\d+ .* reach it by its module"):
-        meshcee.capture(replace(job, loss=itself(job.model)))
+        meshcee.capture(replace(job, loss=itself(copy.deepcopy(job.model))))
+
+
+class Held(nn.Module):
+    """What it computes with lies in lists, too. `how`: what is done with that."""
+
+    def __init__(self, how: str, width: int = 8) -> None:
+        super().__init__()
+        self.how = how
+        self.a, self.b, self.teacher = nn.Linear(6, width), nn.Linear(width, 5), nn.Linear(6, width)
+        self.c = nn.Linear(width, 5)
+        self.c.weight = self.b.weight
+        self.teacher.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("steps", torch.tensor(0))
+        self.own = {"weights": (self.a.weight, self.b.weight), "state": [self.mean, self.steps]}
+        self.pairs = list(zip(self.teacher.parameters(), self.a.parameters(), strict=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, last = self.own["weights"]
+        h = self.b(self.a(x).relu()) + self.c(self.a(x))
+        if self.how == "computed with":
+            h = h + F.linear(F.linear(x, first), last) + first.detach().norm() + first.data[0].mean() / last.numel()
+        if self.how == "checkpointed":
+            h = h + checkpoint(lambda x: F.linear(F.linear(x, first), last), x, use_reentrant=False)
+        if self.how == "followed":
+            with torch.no_grad():
+                for slow, fast in self.pairs:
+                    slow.mul_(0.9).add_(fast, alpha=0.1)
+            h = h + self.b(self.teacher(x))
+        if self.how == "counted":
+            self.own["state"][1].add_(1)
+            h = h / self.steps
+        if self.how == "assigned":
+            self.mean = self.mean * 0.9 + x.detach().mean(0)
+            h = h + self.own["state"][0].sum()
+        if self.how == "cleared":
+            last.grad = None
+        if self.how == "clipped":
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        if self.how == "zeroed":
+            self.zero_grad()
+        return h
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
+@pytest.mark.parametrize("how", ["computed with", "checkpointed", "followed", "counted"])
+@pytest.mark.parametrize("built", [False, True])
+def test_what_lies_in_a_list_is_the_models_own(how: str, precision: str, built: bool) -> None:
+    """Of a function that builds the model, large tensors are stand-ins."""
+    job = replace(job_of("a method of the model", precision), loss=F.cross_entropy)
+    model = partial(Held, how, 4096) if built else Held(how)
+    assert meshcee.check(replace(job, model=model), stages=(1, 3)).differs == ""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("assigned", "shares memory with 'mean', which training changes"),  # the list holds the first one for ever
+        ("cleared", "a .grad is set at .*test_closures.py:.* `last.grad = None`"),
+        ("clipped", "a .grad is read at .*test_closures.py:.*clip_grad_norm_"),
+        ("zeroed", "a .grad is read at .*test_closures.py:.*zero_grad"),
+    ],
+)
+def test_what_a_graph_cannot_do_with_it_is_refused(how: str, said: str) -> None:
+    job = replace(job_of("a method of the model", "fp32"), loss=F.cross_entropy, model=Held(how))
+    with pytest.raises(CaptureError, match=said):
+        meshcee.capture(job)
 
 
 def test_the_trained_copy_is_the_users_no_more() -> None:

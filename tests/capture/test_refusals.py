@@ -113,8 +113,22 @@ def splits(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
 
 
 def begins(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
-    first = torch.zeros(4, h.shape[0], requires_grad=True).T
-    return h + first
+    first = torch.zeros(h.shape[0], 4, requires_grad=True)
+    return h + F.linear(first, torch.ones(4, 4))
+
+
+def steps_by_rows(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    n = len(h)
+    w = torch.full((n, n), 0.5)
+    w.view(-1)[::n] = 1.0
+    return h * w.mean()
+
+
+def writes_last_but_one(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
+    n = len(h)
+    w = torch.full((n, n), 0.5)
+    w[n - 2, 0] = 1.0
+    return h * w.mean()
 
 
 def mixes(_: nn.Module, h: torch.Tensor) -> torch.Tensor:
@@ -209,10 +223,22 @@ REFUSED = {
         rf"{HERE} .*a part of the number of samples; take the parts as z\[:n\] and z\[n:\]",
     ),
     "two halves by split": (splits, rf"{HERE} .*a part of the number of samples; .*torch\.split\(z, \[n, n\]\)$"),
-    "a state that wants a gradient": (begins, rf"requires_grad is set in forward at .*{HERE}, .*; leave it out$"),
+    "a state that wants a gradient": (begins, rf"requires_grad is set in forward at .*{HERE} `first.*; leave it out$"),
+    "an index counted from the number of samples": (
+        writes_last_but_one,
+        rf"at .*{HERE} .*: an index is counted from the number of samples; count from the end, as w\[-2, 0\]$",
+    ),
+    "a step of the number of samples": (
+        steps_by_rows,
+        rf"at .*{HERE} `w\.view\(-1\)\[::n\] = 1\.0`: the number of samples is the step of a slice; write it by rows",
+    ),
+    "the diagonal of a product by steps": (
+        lambda _, h: h + (h @ h.t()).view(-1)[:: len(h) + 1].mean(),
+        rf"at .*{HERE} .*size n\*\*2, no multiple.*; keep samples apart in the model; of m = z @ z\.t\(\) take m\.diagonal\(\)",
+    ),
     "a tensor of the number of samples": (
         lambda _, h: h / torch.tensor(h.shape[0]),
-        rf"a tensor is made of a number of samples at .*{HERE}; divide by x\.shape\[0\] itself",
+        rf"a tensor is made of a number of samples at .*{HERE} .*; divide by x\.shape\[0\] itself",
     ),
     "Python's math of the number of samples": (
         lambda _, h: h / math.log(h.shape[0] + 1),
@@ -439,8 +465,11 @@ def test_modules_that_are_not_ready_are_told_before_anything_is_traced() -> None
         scripted = torch.jit.script(nn.Linear(4, 4))
     graph = nn.Linear(4, 4)
     graph.register_buffer("edges", torch.eye(4).to_sparse())
+    hiding = nn.Linear(4, 4)
+    hiding.parameters = nn.ParameterList(hiding.parameters())  # type: ignore[assignment]
     for model, says in (
         (graph, "'edges' is sparse.*register edges.to_dense"),
+        (hiding, "the model has a submodule 'parameters', which is the name of a method of nn.Module.* another name"),
         (nn.LazyLinear(4), "'weight' has no shape yet; run one batch through the model"),
         (torch.compile(nn.Linear(4, 4), backend="eager"), "the model is compiled.*without torch.compile"),
         (nested, "module '0' is compiled"),

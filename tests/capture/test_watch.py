@@ -22,7 +22,7 @@ from tests.capture.exactness import WIDTH, difference, job_of
 from tests.mutation import Changed, breaks, changed
 from tests.rig.strides import ODD
 
-HERE = r"test_watch\.py:\d+"
+HERE = r"test_watch\.py:\d+(?: `.*`)?"
 CALLS = 0
 NOTED: dict[int, torch.Tensor] = {}
 OTHER: Any = types.ModuleType("other")  # a file of the user's
@@ -374,6 +374,36 @@ class Recording(Cached):
 
 def test_hooks_that_the_first_call_adds_are_added_once() -> None:
     assert difference(job_of(Recording()), ("late",), seed=1) == ""
+
+
+class Accumulates(nn.Module):
+    """Begins a sum with a tensor that needs a gradient, which flows to no weight."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.a, self.how = nn.Linear(WIDTH, WIDTH), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        if self.how == "tensor":
+            total = torch.tensor(0.0, requires_grad=self.training)
+        elif self.how == "zeros":
+            total = torch.zeros(1, requires_grad=True)
+        elif self.how == "new":
+            total = x.new_zeros((), requires_grad=True)
+        else:
+            total = torch.autograd.Variable(torch.zeros(1), requires_grad=True)
+        total = total * 2 + 0.5
+        for row in h.chunk(2, 1):
+            total = total + row.square().mean()
+        total += torch.stack([total, total / 2]).sum()
+        return h + total
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-mixed"])
+@pytest.mark.parametrize("how", ["tensor", "zeros", "new", "variable"])
+def test_a_sum_may_begin_with_a_tensor_that_needs_a_gradient(how: str, precision: str) -> None:
+    assert difference(job_of(Accumulates(how), precision=precision)) == ""
 
 
 class Branches(nn.Module):

@@ -6,7 +6,7 @@ Runs on the owner only. `watch` holds eager code beside the graph; `refusals` ha
 from meshcee.capture.export.cuts import find_cuts, named_cuts, positions
 from meshcee.capture.export.flatten import EXAMPLES, Exported, export_module
 from meshcee.capture.export.masks import asked_for_masks, causal_masks, refuse_idle
-from meshcee.capture.export.refusals import explain, faithful, refuse_modules
+from meshcee.capture.export.refusals import explain, faithful, hooked
 from meshcee.capture.export.settings import peers_default, refuse_settings
 from meshcee.capture.export.sizes import Branch, sizes_that_vary
 from meshcee.capture.export.unchanged import Unchanged
@@ -25,6 +25,7 @@ __all__ = [
     "export_module",
     "faithful",
     "find_cuts",
+    "hooked",
     "keeping",
     "named_cuts",
     "overlap",
@@ -33,7 +34,6 @@ __all__ = [
     "positions",
     "refuse_aliases",
     "refuse_idle",
-    "refuse_modules",
     "refuse_overlaps",
     "refuse_settings",
     "refuse_shared",

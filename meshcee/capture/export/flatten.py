@@ -18,7 +18,7 @@ from torch import nn
 
 from meshcee.capture.export.functions import BEGINS, ENDS, backward_program, renumbered, traced_functions
 from meshcee.capture.export.modes import AUTOCAST_OFF, AUTOCAST_ON, SET_GRAD, SINCE, flat
-from meshcee.capture.export.refusals import COUNTED, LENGTH, RANKS, Watched, explain, instead, where
+from meshcee.capture.export.refusals import COUNTED, LENGTH, RANKS, SQUARE, Watched, explain, instead, where
 from meshcee.capture.export.settings import PEERS_DEFAULT
 from meshcee.capture.export.sizes import Branch, branches_of, one_order
 from meshcee.capture.graph import (
@@ -430,7 +430,11 @@ class _Flattener:
                 return Free(max(usual, limit), usual, batch, self.sizes.least(each))
         if {s for s in expression.free_symbols if s not in self.sizes.hints and s != self.batch_symbol}:
             raise _follows_from_values(maker, place)
-        advice = instead(place, RANKS if "//" in str(expression) else "keep samples apart in the model")
+        squared = (
+            expression.as_poly(self.batch_symbol) is not None and expression.as_poly(self.batch_symbol).degree() > 1
+        )
+        apart = SQUARE if squared else "keep samples apart in the model"
+        advice = instead(place, RANKS if "//" in str(expression) else apart)
         said = str(expression).replace(str(self.batch_symbol), "n")
         raise CaptureError(f"{maker} a tensor with size {said}, no multiple of the batch size; {advice}")
 

@@ -14,7 +14,8 @@ import random
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,12 +25,11 @@ from torch import nn
 from torch._functorch import eager_transforms, vmap
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import rnn
-from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
 from meshcee.capture.export.settings import unfused
-from meshcee.eager import entries
 from meshcee.errors import CaptureError, MeshceeError
 from meshcee.user_code import Place, avoided, is_ours, place_in
 
@@ -42,8 +42,8 @@ __all__ = [
     "Watched",
     "explain",
     "faithful",
+    "hooked",
     "instead",
-    "refuse_modules",
     "users_line",
     "where",
 ]
@@ -53,6 +53,7 @@ _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_NEEDS: Any = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _GRAD: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_SET_GRAD: Any = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
 
@@ -195,7 +196,7 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
         at = sizes.mapped
         advice = "write it for a whole batch, as the functions of torch are"
         return CaptureError(f"the model cannot be captured{at}: torch.vmap is used; {instead(at, advice)}")
-    fixes = sizes.fixes if sizes is not None and "Constraints violated" in text else {}
+    fixes = sizes.fixes if sizes is not None and re.search("Constraints violated|exponent must be", text) else {}
     suspect = "Constraints violated" in text and sizes is not None and sizes.suspect
     for at, how, advice in (*(found for word, found in fixes.items() if word in text), *([suspect] if suspect else [])):
         return CaptureError(f"the model cannot be captured{at}: {how}; {instead(at, advice)}")
@@ -221,7 +222,9 @@ RANKS = (
     "keep all samples and weigh them: after l = l.sort(descending=True).values, the mask torch.arange(l.shape[0]) < "
     "l.shape[0] // 2 has the larger half"
 )
+SQUARE = "keep samples apart in the model; of m = z @ z.t() take m.diagonal(), or m.masked_fill(torch.eye(n, dtype=torch.bool), 0)"
 PAIRS = "take d = torch.cdist(o, o) and weigh each pair once, by torch.ones_like(d).triu(1)"
+STEP = "write it by rows and columns, as w[:, 0] for w.view(-1)[::n], and w.diagonal() for w.view(-1)[:: n + 1]"
 SPLIT = "take the parts as z[:n] and z[n:] with n = z.shape[0] // 2, or by torch.split(z, [n, n])"
 GRADIENT_SET = "requires_grad is set in forward{at}, which a graph does not hold, and no weight needs it; leave it out"
 LENGTH = (
@@ -292,6 +295,9 @@ class Watched(logging.Handler):
             here = users_line().text
             advice = SPLIT if _SPLITS.search(here) else PAIRS if "pdist(" in here else RANKS
             self.fix("generated guard", "a size or a branch follows from a part of the number of samples", advice)
+            self.fix(
+                "exponent must be non-negative", "the number of samples is the step of a slice", STEP
+            )  # says sympy
         if not self.at.text and said.startswith("set_replacement") and "singleton" in record.getMessage():
             self.at = users_line()
             if given[0] not in self.samples and any(f.filename == rnn.__file__ for f in traceback.extract_stack()):
@@ -312,6 +318,9 @@ class Watched(logging.Handler):
             elif given[0] in self.samples and re.search(r"\]\s*\*|\*\s*\[", self.at.text):
                 how = "a list has an item for each sample"
                 self.fix("specialized", how, "with n = x.shape[0], write t.expand(n, ...) or t.repeat(n, ...)")
+            elif given[0] in self.samples and re.search(r"\w\[[^\[\]:]*\w\s*-\s*\d", self.at.text):
+                how = "an index is counted from the number of samples"
+                self.fix("specialized", how, "count from the end, as w[-2, 0]")
             elif given[0] in self.samples and _computes(self.at.text):
                 self.fix("specialized", "Python computes with the number of samples", COUNT)
             elif given[0] not in self.samples and (_computes(self.at.text) or _loops(self.at.text)):
@@ -416,17 +425,27 @@ _KNOWN = (
 
 
 class _Looking(TorchFunctionMode):
-    """Looks at every call of a torch function for what the graph would not hold."""
+    """Looks at every call of a torch function for what the graph would not hold.
 
-    def __init__(self, model: nn.Module) -> None:
+    `others`: by id, tensors that the user's objects hold, with those that stand for them meanwhile. A call is given the latter.
+    """
+
+    def __init__(self, model: nn.Module, others: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()
+        self._others = others
         self._own = {id(p) for p in model.parameters()}
         self._thawed: dict[int, Place] = {}  # weights whose requires_grad forward has changed, and where
         self._used: set[int] = set()  # of these, since then
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._others and any(id(given) in self._others for given in tree_leaves((args, kwargs))):
+            if any(f.filename.startswith(_OPTIMIZERS) for f in traceback.extract_stack()):
+                raise _trained_inside()
+            args, kwargs = tree_map(
+                lambda it: self._others[id(it)][1] if id(it) in self._others else it, (args, kwargs)
+            )
         if func in _HOOKS:
-            raise _hooked(f"{func.__name__} is called{users_line()}")
+            raise hooked(f"{func.__name__} is called{users_line()}")
         for name, argument, what, advice in _KNOWN:
             if getattr(func, "__name__", "") == name and (not argument or (kwargs or {}).get(argument)):
                 raise CaptureError(f"{what.format(users_line())}; {instead(users_line(), advice)}")
@@ -444,10 +463,11 @@ class _Looking(TorchFunctionMode):
                 f"{words} (model.disable_input_require_grads() of Hugging Face); a derivative by inputs, as torch.autograd.grad "
                 "computes it, is to be written as a formula"
             )
-        if func == _GRAD and not is_ours(sys._getframe(1).f_code.co_filename):
+        if func in (_GRAD, _SET_GRAD) and _means_gradients(sys._getframe(1).f_code):
+            how = "read" if func == _GRAD else "set"
             raise CaptureError(
-                f"a .grad is read{users_line()}, and a graph has none: what a backward pass has left is of the micro-batch before; "
-                "leave it out, or clip and scale gradients by the Job's own settings"
+                f"a .grad is {how}{users_line()}, and a graph has none: what a backward pass has left is of the micro-batch "
+                "before; leave it out, or clip and scale gradients by the Job's own settings"
             )
         if func == _SET_DATA:
             advice = COMPUTED if args[0].requires_grad else FOLLOWS if id(args[0]) in self._own else AVERAGE
@@ -503,6 +523,15 @@ class _Looking(TorchFunctionMode):
         return isinstance(tensor, nn.Parameter) or not isinstance(tensor, FakeTensor)  # made before the forward pass
 
 
+def _means_gradients(code: types.CodeType) -> bool:
+    """Whether this wants those of the micro-batch before: code of the user's, or of torch's that is called for it."""
+    return (
+        not is_ours(code.co_filename)
+        or code.co_name == "zero_grad"
+        or code.co_filename.startswith(f"{_MODULES}/utils/")
+    )
+
+
 def _vary(args: Sequence[Any]) -> bool:
     """Whether one of these is a size that varies, or a tensor with one."""
     sizes = (size for arg in args for size in (arg.shape if isinstance(arg, torch.Tensor) else (arg,)))
@@ -520,75 +549,17 @@ def _trained_inside() -> CaptureError:
     )
 
 
-def _hooked(what: str) -> CaptureError:
+def hooked(what: str) -> CaptureError:
     return CaptureError(f"{what}, and peers run no hooks on gradients; remove the hook, or change the loss instead")
 
 
-def refuse_modules(model: nn.Module, loss: Any) -> None:
-    """Raise CaptureError for what can be seen before the model is traced."""
-    held = dict(loss.named_parameters()) if isinstance(loss, nn.Module) else {}
-    known = {id(p) for p in model.parameters()}
-    if own := [name for name, p in held.items() if p.requires_grad and id(p) not in known]:
-        raise CaptureError(
-            f"the loss has a parameter {own[0]!r}, which is none of the model's, and only those are trained; where it shall stay "
-            "as it is, as a teacher's, say .requires_grad_(False) of the module that has it; else make the loss a part of the "
-            "model, which then returns it, and give Job(loss=lambda output, target: output)"
-        )
-    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-        if is_lazy(tensor):
-            raise CaptureError(f"{name!r} has no shape yet; run one batch through the model before you make the job")
-    for name, module in model.named_modules():
-        what = f"module {name!r}" if name else "the model"
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(f"{what} is scripted; pass the module that it was made of, without torch.jit")
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            raise CaptureError(
-                f"{what} is compiled, and peers run eager kernels, which may round otherwise; pass the module that it was made "
-                "of, without torch.compile"
-            )
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            raise CaptureError(
-                f"{what} has a get_extra_state: of a state only parameters and buffers reach peers and come back; keep it in a "
-                "buffer"
-            )
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise _hooked(f"module {name!r} has a backward hook")
-    for name, parameter in model.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise _hooked(f"parameter {name!r} has a hook")
-    _refuse_other_state(model)
-
-
-def _refuse_other_state(model: nn.Module) -> None:
-    """What a state_dict has under another name alone, or adds, would be in no result: those are the model's own tensors by name."""
-    held = dict(entries(model))
-    own = {id(tensor): name for name, tensor in held.items()}
-    try:
-        state = model.state_dict(keep_vars=True)
-    except Exception as error:
-        raise CaptureError(
-            f"model.state_dict(keep_vars=True) failed with {type(error).__name__}: {error}; let a state_dict of your own take the "
-            "arguments of nn.Module's and give them on, or leave it out"
-        ) from error
-    kept = {key: id(tensor) for key, tensor in state.items()}
-    told = {tensor for key, tensor in kept.items() if key in held}
-    for key, tensor in kept.items():
-        if tensor not in own:
-            raise CaptureError(
-                f"model.state_dict() has {key!r}, which is no parameter or buffer of the model as it is, so results would lack it "
-                "or have it otherwise: register what it is in a buffer, and leave out the hook or the method that puts it there"
-            )
-        if tensor not in told:
-            raise CaptureError(
-                f"model.state_dict() calls {own[tensor]!r} {key!r}, and results have the model's own names: leave out what renames "
-                "it; for torch's checkpoint_wrapper call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in forward"
-            )
-
-
 @contextlib.contextmanager
-def faithful(model: nn.Module, *, evaluate: bool = False) -> Iterator[None]:
+def faithful(
+    model: nn.Module, others: Mapping[int, tuple[torch.Tensor, torch.Tensor]], *, evaluate: bool = False
+) -> Iterator[None]:
     """Around the forward pass that is traced: errors in words, and CaptureError for what export would leave out.
 
+    others    what the user's objects hold -> what stands for it in the model meanwhile, by the former's id
     evaluate  whether the pass is one of an evaluation, for which torch's fused kernels count as other bits
     """
     before = _python_generators()
@@ -596,7 +567,7 @@ def faithful(model: nn.Module, *, evaluate: bool = False) -> Iterator[None]:
         for kind in (nn.MultiheadAttention, nn.TransformerEncoderLayer):
             if torch.backends.mha.get_fastpath_enabled() and not evaluate:
                 patches.enter_context(replaced(kind, "forward", unfused(kind, model, users_line)))
-        patches.enter_context(_Looking(model))
+        patches.enter_context(_Looking(model, others))
         patches.enter_context(replaced(torch.distributions.Distribution, "__init__", _unvalidated))
         patches.enter_context(replaced(torch.distributions.Distribution, "_validate_sample", lambda self, value: None))
         patches.enter_context(replaced(torch.random, "fork_rng", _unforked))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,12 @@ _ZEROS = frozenset(
 )
 _SEED = 0x6D65736863656521  # one that nobody else sets
 _WITHOUT_GRADIENT = frozenset({"aten::randint_like"})
+# Of these the gradient of one operand does not ask whether another one needs one, and no kernel is chosen by that.
+_APART = frozenset(
+    f"aten::{name}{how}"
+    for name in ("add", "sub", "mul", "div", "sum", "mean", "stack", "cat", "clone", "_to_copy")
+    for how in ("", "_")
+)
 _SAME = frozenset({"aten::lift_fresh", "aten::lift_fresh_copy"})
 
 
@@ -94,7 +101,9 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._run, self._names, self._seeded = run, names, seeded
         self._held: list[Any] = []  # storages, so that their addresses stay theirs
         self._draws = 0
-        self._born: set[str] = set()  # storages of what forward has made with requires_grad
+        self._vain: set[str] = (
+            set()
+        )  # storages of what forward has made with requires_grad, and of what is made of these alone
         self._usual = _surroundings()
 
     def name(self, tensor: torch.Tensor) -> str:
@@ -126,8 +135,10 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         before = [self.storage(t) for t in given]
         parts = [self.name(p) if isinstance(p, torch.Tensor) else repr(p) for p in tree_leaves((args, kwargs))]
-        grads = [t.requires_grad for t in given]
-        self._born.update(own for own, t in zip(before, given) if _is_born(t))
+        self._vain.update(own for own, t in zip(before, given) if _is_born(t))
+        apart = func._schema.name in _APART
+        grads = [t.requires_grad and not (apart and own in self._vain) for own, t in zip(before, given)]
+        vain = apart and not any(grads) and any(t.requires_grad for t in given)
         out = func(*args, **kwargs)
         shared = {t.untyped_storage()._cdata for t in given}
         made = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in shared]
@@ -160,6 +171,8 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._names[tensor.untyped_storage()._cdata] = own
             self._held.append(tensor.untyped_storage())
             self._run.reads[own] = tuple(before)
+            if vain:
+                self._vain.add(own)
             self._run.at[own], self._run.odd[own] = line, odd
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self._run.drawn.add(own)
@@ -170,8 +183,8 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _hint(self, operator: str, reads: Sequence[str]) -> str:
-        if born := self._born.intersection(reads):
-            return GRADIENT_SET.format(at=_at(self._run.at.get(min(born), "")))
+        if vain := self._vain.intersection(reads):
+            return GRADIENT_SET.format(at=_at(self._run.at.get(min(vain), "")))
         return f"a tensor is made of a number of samples{{at}}; {COUNT}" if operator in _SAME else ""
 
 
@@ -180,7 +193,10 @@ def _is_born(tensor: torch.Tensor) -> bool:
 
 
 def _at(line: str) -> str:
-    return f" at {line}" if line else ""
+    """The user's line, with its code."""
+    file, _, number = line.rpartition(":")
+    code = linecache.getline(file, int(number)).strip() if line else ""
+    return f" at {line} `{code}`" if code else f" at {line}" if line else ""
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -325,7 +341,7 @@ def graph_run(program: Program, arguments: Mapping[str, torch.Tensor], samples: 
                     value = entry.laid_out(entry.data)
             else:
                 value = entry.laid_out(torch.empty(entry.value.sizes(samples), dtype=entry.value.dtype))
-                value.requires_grad_(entry.trainable)
+                value = nn.Parameter(value) if entry.trainable else value
             if entry.data is None:
                 names[_key(value)] = _digest("raw" if entry.kind == "raw" else "state", entry.name)
             if entry.kind == "buffer":

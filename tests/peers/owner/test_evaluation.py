@@ -14,6 +14,7 @@ from meshcee.eager import plain_steps
 from meshcee.equality import why_not_shared
 from meshcee.errors import ProtocolError, UsageError
 from meshcee.job import Job
+from meshcee.optim import Optimizer
 from peers.member.coding import Coding
 from peers.owner.evaluation import EvaluationFeed
 from peers.wire import messages
@@ -55,6 +56,37 @@ async def test_predictions_equal_the_eager_model_in_sample_order(stages: int) ->
     async with meshcee.join(local=3) as mesh:
         output = await mesh.predict(job, data, stages=stages)
         assert torch.equal(output, torch.cat(eager(job.model, data, 6)))
+
+
+class WithLoss(torch.nn.Module):
+    """Returns a loss beside what it predicts, as minGPT does."""
+
+    def __init__(self, alone: bool = False) -> None:
+        super().__init__()
+        self.a, self.alone = torch.nn.Linear(4, 4), alone
+
+    def forward(self, x: torch.Tensor) -> Any:
+        out = self.a(x)
+        return out.square().mean() if self.alone else (out, out.square().mean())
+
+
+async def test_an_output_without_rows_is_left_out_of_predictions() -> None:
+    rows = [(torch.randn(4), 0.0) for _ in range(8)]
+    job = Job(
+        model=WithLoss(),
+        loss=lambda out, y: out[1],
+        data=rows,
+        optimizer=Optimizer("SGD", lr=0.1),
+        batch_size=4,
+        micro_batch_size=2,
+        steps=2,
+    )
+    async with meshcee.join(local=1) as mesh:
+        out, loss = await mesh.predict(job, rows)
+        assert out.shape == (8, 4)
+        assert loss is None
+        with pytest.raises(UsageError, match=r"^the model's output has no first dimension of samples"):
+            await mesh.predict(replace(job, model=WithLoss(alone=True), loss=lambda out, y: out), rows)
 
 
 @pytest.mark.slow
