@@ -329,7 +329,9 @@ def test_a_weight_may_fill_a_cache() -> None:
 def test_a_run_that_goes_on_says_that_what_data_keeps_begins_anew(what: str) -> None:
     with capture_logs() as logged:
         repeats(job_of(COUNTS[what]()), keeps=True, begins=5)
-    assert [entry["log_level"] for entry in logged] == ["warning"] * 2  # and that it is not the same when it is read again
+    assert [entry["log_level"] for entry in logged] == [
+        "warning"
+    ] * 2  # and that it is not the same when it is read again
 
 
 def test_a_cache_that_data_fills_is_nothing_that_begins_anew() -> None:

@@ -439,7 +439,7 @@ class _Looking(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._others and any(id(given) in self._others for given in tree_leaves((args, kwargs))):
-            if any(f.filename.startswith(_OPTIMIZERS) for f in traceback.extract_stack()):
+            if _in_optimizer():
                 raise _trained_inside()
             args, kwargs = tree_map(
                 lambda it: self._others[id(it)][1] if id(it) in self._others else it, (args, kwargs)
@@ -464,6 +464,8 @@ class _Looking(TorchFunctionMode):
                 "computes it, is to be written as a formula"
             )
         if func in (_GRAD, _SET_GRAD) and _means_gradients(sys._getframe(1).f_code):
+            if _in_optimizer():
+                raise _trained_inside()
             how = "read" if func == _GRAD else "set"
             raise CaptureError(
                 f"a .grad is {how}{users_line()}, and a graph has none: what a backward pass has left is of the micro-batch "
@@ -480,7 +482,7 @@ class _Looking(TorchFunctionMode):
             if isinstance(given, torch.Tensor) and self._astray(given):
                 if isinstance(given, FakeTensor):
                     raise CaptureError(f"forward makes a parameter{users_line()}; {AFTER_ONE_BATCH}")
-                if any(f.filename.startswith(_OPTIMIZERS) for f in traceback.extract_stack()):
+                if _in_optimizer():
                     raise _trained_inside()
                 if not torch.is_grad_enabled():  # kernels are chosen by requires_grad, even where no gradient is made
                     raise CaptureError(
@@ -540,6 +542,10 @@ def _vary(args: Sequence[Any]) -> bool:
 
 def users_line() -> Place:
     return _innermost(traceback.extract_stack())
+
+
+def _in_optimizer() -> bool:
+    return any(frame.filename.startswith(_OPTIMIZERS) for frame in traceback.extract_stack())
 
 
 def _trained_inside() -> CaptureError:
