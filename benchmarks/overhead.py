@@ -163,7 +163,9 @@ async def one_stage(job: Job, captured: Capture, device: str) -> AsyncIterator[O
     )
     stage = Stage(0, blocks, (Member("here", micro_batch),), window=2, live_cap=2)
     order = {name: i for i, name in enumerate(captured.param_order)}
-    place = Place("here", Plan(micro_batch, (Pipeline(num_micro, (stage,)),)), (1, 1), job.seed, job.clip_norm, order)
+    dtypes = tuple(captured.layout[name][0] for name in captured.param_order)
+    plan = Plan(micro_batch, (Pipeline(num_micro, (stage,)),))
+    place = Place("here", plan, (1, 1), job.seed, job.clip_norm, order, dtypes)
     inbox, owner = Inbox(limit=4 * num_micro + 16), Owner()
     async with Compute(device) as compute, asyncio.TaskGroup() as group:
         outbox = Outbox(owner)  # type: ignore[arg-type]

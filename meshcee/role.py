@@ -88,7 +88,7 @@ class Place:
     seed: int
     clip_norm: float | None
     norm_order: Mapping[str, int]  # parameter -> its place in named_parameters
-    norm_dtypes: tuple[torch.dtype, ...] = ()  # of each parameter's norm, by that place
+    norm_dtypes: tuple[torch.dtype, ...]  # of each parameter's norm, by that place
     partial_to: Mapping[str, str] = field(default_factory=dict)
     partial_from: frozenset[tuple[str, str]] = frozenset()
     totals_to: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
