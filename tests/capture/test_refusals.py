@@ -213,7 +213,11 @@ REFUSED = {
         grows,
         rf"changes parameter 'linear\.weight' in place at .*{HERE} `linear\.w",
     ),
-    "layers left out by chance": (drops_layers, rf"{HERE} .*left out by chance.*set layerdrop to 0"),
+    "layers left out by chance": (
+        drops_layers,
+        rf"{HERE} .*left out by chance.*set the probability to 0, as layerdrop",
+    ),
+    "numpy": (lambda _, h: h * float(h.detach().numpy().max()), rf"{HERE} .*numbers leave torch there.*or data\[i\]"),
     "a branch by chance": (
         flips,
         rf"{HERE} .*: a number that is drawn decides .*; .*torch\.where\(torch\.rand\(\(\)\) < 0\.5, a, b\), or augment in data",

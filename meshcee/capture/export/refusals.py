@@ -89,9 +89,9 @@ COUNT = "divide by x.shape[0] itself, or compute with the tensor torch.full((), 
 # What torch says -> what went wrong (None: its own words) and what to do.
 _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     (
-        r"(?i:layer_?drop)|dropout_probability",
+        r"(?i:layer_?drop|\bto_drop\b|drop_path_rate)|dropout_probability",
         "layers are left out by chance, as a number that is drawn says",
-        "set layerdrop to 0 (in configurations of transformers: layerdrop, encoder_layerdrop and decoder_layerdrop)",
+        "set the probability to 0, as layerdrop (in configurations of transformers: layerdrop, encoder_layerdrop and decoder_layerdrop)",
     ),
     (
         r"causal_comparison",
@@ -133,7 +133,11 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
         "the CTC loss adds up over lengths, which are values of the data",
         "take another loss, or train on one machine",
     ),
-    (r"\.numpy\(\)|__array__|__format__", None, "use torch functions of tensors; look at values outside the model"),
+    (
+        r"\.numpy\(\)|__array__|__format__",
+        "numbers leave torch there, which no graph follows",
+        "use torch functions of tensors, or data[i] where it depends on the data alone; look at values outside the model",
+    ),
     (
         r"symbolically trace a dynamo-optimized function",
         "a function or module is compiled with torch.compile",
