@@ -215,7 +215,7 @@ REFUSED = {
     ),
     "layers left out by chance": (
         drops_layers,
-        rf"{HERE} .*left out by chance.*set the probability to 0, as layerdrop",
+        rf"{HERE} .*left out by chance.*set the probability to 0",
     ),
     "numpy": (lambda _, h: h * float(h.detach().numpy().max()), rf"{HERE} .*numbers leave torch there.*or data\[i\]"),
     "a branch by chance": (

@@ -91,7 +91,7 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     (
         r"(?i:layer_?drop|\bto_drop\b|drop_path_rate)|dropout_probability",
         "layers are left out by chance, as a number that is drawn says",
-        "set the probability to 0, as layerdrop (in configurations of transformers: layerdrop, encoder_layerdrop and decoder_layerdrop)",
+        "set the probability to 0 (in configurations of transformers: layerdrop, encoder_layerdrop and decoder_layerdrop)",
     ),
     (
         r"causal_comparison",
