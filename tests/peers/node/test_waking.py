@@ -59,7 +59,7 @@ def test_what_breaks_around_a_sleeper_is_a_line_of_each_kind_for_each_peer(seed:
     said = [(who, line) for who, at_s, line in log.lines if at_s >= since_s]
     assert not [line for _, line in said if "exc_info" in line]
     told = Counter((who, line["event"]) for who, line in said)
-    assert Event.STREAM_REFUSED in {event for _, event in told}
+    assert Event.MEMBER_LOST in {event for _, event in told}
     assert set(told.values()) == {1}
     woken = {event for who, event in told if who.startswith(f"{victim},")}
     assert woken <= {Event.STREAM_REFUSED, Event.HANDLER_FAILED, "job failed"}
