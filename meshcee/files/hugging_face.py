@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -98,11 +99,23 @@ def write(
     except MeshceeError:
         raise
     except Exception as error:
+        if (refused := _refused(error)) is not None:
+            raise disk.kind_of(refused)(
+                f"{place} cannot be written: {refused.strerror}; {disk.remedy(refused)}"
+            ) from error
         reason = str(error).strip().partition("\n")[0]
         raise UsageError(f"Hugging Face's library failed: {type(error).__name__}: {reason}; {OTHERWISE}") from error
     finally:
         shutil.rmtree(made, ignore_errors=True)
     return done
+
+
+def _refused(error: Exception) -> OSError | None:
+    """What the disk has said, which some libraries tell in their own error; None where it was not the disk."""
+    if isinstance(error, OSError):
+        return error if error.strerror else None
+    told = re.search(r"\(os error (\d+)\)", str(error))  # as those that are written in Rust
+    return OSError(int(told[1]), os.strerror(int(told[1]))) if told else None
 
 
 def _write(

@@ -172,6 +172,16 @@ def with_state(captured: Capture, state: Mapping[str, torch.Tensor] | None) -> C
                 "model; give a state_dict of this model"
             )
         found[name] = given
+    for name, given in state.items():
+        own = captured.aliases.get(name, name)
+        if own not in found:
+            raise UsageError(
+                f"the state has an entry {name!r}, which the model has not; give a state_dict of this model"
+            )
+        if own != name and not (isinstance(given, torch.Tensor) and torch.equal(given.detach(), found[own])):
+            raise UsageError(
+                f"{name!r} and {own!r} are one tensor in the model and differ in the state; give a state_dict of this model"
+            )
     return captured.over(ChainMap(found, captured.state))  # type: ignore[arg-type]
 
 

@@ -224,7 +224,7 @@ class Checkpoint:
     def _damaged(self, why: str) -> CheckpointError:
         return CheckpointError(
             f"the checkpoint {self.folder} is damaged: {why}; resume from the one before it, "
-            "`--resume RUN@STEP`, which `meshcee run list` shows"
+            "`--resume RUN@STEP`, or export it, `meshcee checkpoint export RUN@STEP`: `meshcee run list` shows its step"
         )
 
     def verify(self) -> None:

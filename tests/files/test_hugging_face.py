@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from meshcee.errors import UsageError
+from meshcee.errors import NotNowError, UsageError
 from meshcee.files.hugging_face import described, write
 from meshcee.nn import quantize_frozen
 from tests.hf.tiny import noted
@@ -38,6 +38,21 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="exists already"):
         write(tmp_path, *noted(tiny()))
     assert [p.name for p in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("library", ["Python", "Rust"])
+def test_a_full_disk_is_told_as_one_whoever_writes(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = "Error while serializing: I/O error: No space left on device (os error 28)"
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device") if library == "Python" else RuntimeError(told)
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", refuse)
+    with pytest.raises(NotNowError, match=r"hf cannot be written: No space left on device; make room"):
+        write(tmp_path / "hf", *noted(tiny()))
+    assert not [*tmp_path.iterdir()]
 
 
 class _Wrapped(nn.Module):

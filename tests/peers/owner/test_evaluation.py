@@ -113,6 +113,37 @@ async def test_a_trained_state_is_evaluated_as_the_eager_model_would_be(stages: 
     assert again == before  # evaluating, and training in between, has changed nothing of the job's own model
 
 
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(5, 4)
+        self.head = torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.words(x))
+
+
+async def test_a_state_that_load_state_dict_would_read_otherwise_is_refused() -> None:
+    """Of tied weights torch keeps those that are loaded last."""
+    rows = [(torch.tensor(i % 5), torch.tensor((i + 1) % 5)) for i in range(8)]
+    job = make_job(model=Tied(), data=rows, loss=torch.nn.functional.cross_entropy, batch_size=8, micro_batch_size=8)
+    own = {name: torch.randn(5, 4) for name in ("words.weight", "head.weight")}
+    tied = dict.fromkeys(own, own["words.weight"])
+    async with meshcee.join(local=1) as mesh:
+        with pytest.raises(
+            UsageError, match=r"'head\.weight' and 'words\.weight' are one tensor in the model and differ"
+        ):
+            await mesh.evaluate(job, rows, state=own, stages=1)
+        with pytest.raises(UsageError, match="has an entry 'other', which the model has not"):
+            await mesh.predict(job, rows, state=tied | {"other": torch.zeros(1)}, stages=1)
+        found = await mesh.evaluate(job, rows, state=tied, stages=1)
+    model = Tied()
+    model.load_state_dict(tied)
+    x, y = map(torch.stack, zip(*rows))
+    assert found["loss"] == torch.nn.functional.cross_entropy(model(x), y).item()
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("micro", [2, 4, 5])
 async def test_a_summed_loss_is_evaluated_as_the_mean_per_sample(micro: int) -> None:
