@@ -387,7 +387,7 @@ class Training:
             case moves.Shun(peers):
                 agent.shun(peers)
             case moves.TellLost():
-                recovery.tell_lost(command)
+                recovery.tell_lost(command, self.result.names)
                 if self._newcomers is not None:
                     self._newcomers.lost((*command.gone, *command.failed))
                 names = tuple(self.result.names.get(p) or p for p in dict.fromkeys(command.gone + command.failed))

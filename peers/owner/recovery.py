@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Collection, Iterable
+from collections.abc import Awaitable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 import structlog
@@ -162,8 +162,9 @@ class Recovery:
             return moves.Unseen(error, unseen, self._agent.clock())
         return moves.Seen()
 
-    def tell_lost(self, lost: moves.TellLost) -> None:
-        names = self._agent.names()
+    def tell_lost(self, lost: moves.TellLost, before: Mapping[str, str]) -> None:
+        """`before`: names of peers that may have left since."""
+        names = {**before, **self._agent.names()}
         log.warning(
             Event.MEMBER_LOST,
             error=str(lost.error),
