@@ -50,7 +50,7 @@ VIEWS: dict[str, tuple[Callable[[Net], Any], Callable[[Any], Any]]] = {
     "state_dict": (lambda net: net.a.state_dict(), lambda held: held["weight"]),
     "array": (lambda net: net.a.weight.detach().numpy(), torch.from_numpy),
     "copied from an array": (lambda net: net.a.weight.detach().numpy(), torch.tensor),
-    "a buffer that forward writes": (lambda net: [net.bn.running_mean], lambda held: held[0]),
+    "a buffer that forward writes": (lambda net: [net.bn.running_mean.view(-1)], lambda held: held[0]),
 }
 
 

@@ -142,7 +142,7 @@ def test_the_command_says_equal_or_the_line(
     assert "equal, bit for bit: 1 steps on 1, 2 stages" in capsys.readouterr().out
     _, line = job_of(tmp_path, *CASES["one sample"])
     assert run(str(tmp_path / "job.py"), "--json") == 4  # capture knows
-    assert f"job.py:{line};" in capsys.readouterr().err
+    assert f"job.py:{line} " in capsys.readouterr().err
     monkeypatch.setattr(CAPTURE, "_watched", unwatched)
     assert run(str(tmp_path / "job.py"), "--json") == 10  # the net would have
     assert f"job.py:{line} " in capsys.readouterr().err

@@ -146,7 +146,7 @@ def test_so_many_stages_of_many_alike_devices() -> None:
     assert len(plan(measured(many, links), stages=7).pipelines[0].stages) == 7
 
 
-@pytest.mark.parametrize(("stages", "says"), [(6, "there are 5 devices"), (9, "there are 5 devices")])
+@pytest.mark.parametrize(("stages", "says"), [(6, "were asked for on 5 devices"), (9, "were asked for on 5 devices")])
 def test_too_many_stages_are_refused_in_a_sentence(stages: int, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         plan(measured(), stages=stages)
