@@ -44,10 +44,8 @@ class Schedule:
                 "'SWALR' reads the rate that it finds: Schedule('LinearLR', start_factor=1.0, end_factor=swa_lr / lr, "
                 "total_iters=N) ends at a constant rate, too, and Job(ema=0.999) keeps an average of the weights"
             )
-        known = [
-            *WARMUPS,
-            *(one for one in torch.optim.lr_scheduler.__all__ if one != "LRScheduler"),
-        ]  # the base of all
+        of_torch = [one for one in torch.optim.lr_scheduler.__all__ if one != "LRScheduler"]  # the base of all
+        known = [*WARMUPS, *of_torch]
         if name not in known:
             ours = ", ".join(WARMUPS)
             meant = "".join(f"; did you mean {one!r}?" for one in difflib.get_close_matches(name, known, 1))

@@ -23,7 +23,7 @@ from meshcee.sampling.source import inputs_of_one, probes
 from meshcee.sampling.traces import Traces, leaving_nothing
 from meshcee.user_code import as_number, calling
 
-__all__ = ["FED", "MOST_BYTES", "alike", "check_samples", "keeps_state", "repeats", "sample_digests", "unrepeatable"]
+__all__ = ["FED", "MOST_BYTES", "alike", "check_samples", "repeats", "sample_digests", "unrepeatable"]
 
 log = structlog.get_logger()
 
@@ -49,7 +49,7 @@ def repeats(job: Job, *, keeps: bool, begins: int = 0) -> bool:
             "indices in each data epoch and data[i] take its epoch from i, or give an IterableDataset, which is told its epoch"
         )
     why = unrepeatable(job)
-    if begins and (why is not None or keeps_state(job)):
+    if begins and (why is not None or _keeps_state(job)):
         log.warning(
             "data keeps something from one read to the next, as a generator of its own or a count, and begins that anew: from step "
             f"{begins + 1} on its samples may be others than those of a run that did not stop"
@@ -82,18 +82,19 @@ def unrepeatable(job: Job) -> str | None:
         return found
 
 
-def keeps_state(job: Job) -> bool:
+def _keeps_state(job: Job) -> bool:
     """Whether each read changes what the data or its functions keep, as a generator of their own or a count.
 
     A process that goes on with a run begins that anew. What is kept of a first read alone, as in a cache, does not count.
     """
+    if job.streams:  # hashes in the checkpoint tell whether one goes on as it did
+        return False
+    indices = [k * len(job.data) // AT_LEAST for k in range(AT_LEAST)]
     with leaving_nothing(job):
-        last = LOOKED_AT if job.streams else len(job.data)
-        indices = sorted({k * last // AT_LEAST for k in range(AT_LEAST)})
-        for i in () if job.streams else indices:
+        for i in indices:
             _sample(job, i)
         traces = Traces(job)
-        for i in () if job.streams else indices:
+        for i in indices:
             _sample(job, i)
         return traces.has_changed
 

@@ -24,10 +24,8 @@ def check_count(program: Program, stages: int | None) -> None:
     count, base = program.num_blocks, len(program.inputs)
     if stages is None or stages <= count:
         return
-    found, held = (
-        analyse(program.inputs, program.nodes),
-        {0: 0},
-    )  # by the last write of a tensor: nodes from its making on
+    found = analyse(program.inputs, program.nodes)
+    held = {0: 0}  # by the last write of a tensor: nodes from its making on
     for group, writes in found.mutations.items():
         members = [n for n, of in enumerate(found.group) if of == group]
         first = min([*(n - base for n in members if n >= base), *(u for n in members for u in found.users[n])])

@@ -430,10 +430,8 @@ class _Flattener:
                 return Free(max(usual, limit), usual, batch, self.sizes.least(each))
         if {s for s in expression.free_symbols if s not in self.sizes.hints and s != self.batch_symbol}:
             raise _follows_from_values(maker, place)
-        squared = (
-            expression.as_poly(self.batch_symbol) is not None and expression.as_poly(self.batch_symbol).degree() > 1
-        )
-        apart = SQUARE if squared else "keep samples apart in the model"
+        powers = expression.as_poly(self.batch_symbol)
+        apart = SQUARE if powers is not None and powers.degree() > 1 else "keep samples apart in the model"
         advice = instead(place, RANKS if "//" in str(expression) else apart)
         said = str(expression).replace(str(self.batch_symbol), "n")
         raise CaptureError(f"{maker} a tensor with size {said}, no multiple of the batch size; {advice}")

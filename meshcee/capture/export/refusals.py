@@ -299,9 +299,8 @@ class Watched(logging.Handler):
             here = users_line().text
             advice = SPLIT if _SPLITS.search(here) else PAIRS if "pdist(" in here else RANKS
             self.fix("generated guard", "a size or a branch follows from a part of the number of samples", advice)
-            self.fix(
-                "exponent must be non-negative", "the number of samples is the step of a slice", STEP
-            )  # says sympy
+            says_sympy = "exponent must be non-negative"
+            self.fix(says_sympy, "the number of samples is the step of a slice", STEP)
         if not self.at.text and said.startswith("set_replacement") and "singleton" in record.getMessage():
             self.at = users_line()
             if given[0] not in self.samples and any(f.filename == rnn.__file__ for f in traceback.extract_stack()):

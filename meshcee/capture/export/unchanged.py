@@ -39,9 +39,8 @@ class Unchanged:
         self._before, self._parts = self._seen(), _parts(self._model)
         self._trains = self._model.training  # until it is told that it does not any more
         self._first = {name: numbers for name, (*_, numbers) in self._weights().items()}
-        self._versions: (
-            dict[str, Any] | None
-        ) = {}  # as the first look finds them: who looks at the graph gives them back
+        # As the first look finds them: who looks at the graph gives them back.
+        self._versions: dict[str, Any] | None = {}
 
     def __call__(self) -> None:
         """What is in eval mode as a whole, a loop puts back into train mode. Weights that are written are told of once: who has

@@ -101,9 +101,8 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._run, self._names, self._seeded = run, names, seeded
         self._held: list[Any] = []  # storages, so that their addresses stay theirs
         self._draws = 0
-        self._vain: set[str] = (
-            set()
-        )  # storages of what forward has made with requires_grad, and of what is made of these alone
+        # Storages of what forward has made with requires_grad, and of what is made of these alone.
+        self._vain: set[str] = set()
         self._usual = _surroundings()
 
     def name(self, tensor: torch.Tensor) -> str:

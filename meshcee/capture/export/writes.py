@@ -115,9 +115,7 @@ def refuse_aliases(constants: Iterable[tuple[torch.Tensor, str]], changed: Itera
                 )
 
 
-def refuse_shared(
-    programs: Iterable[Program], inputs: Mapping[str, torch.Tensor], held: Set[str] = frozenset()
-) -> None:
+def refuse_shared(programs: Iterable[Program], inputs: Mapping[str, torch.Tensor], held: Set[str]) -> None:
     """Raise CaptureError where forward writes a raw input in memory that another one has too, or that outlives the micro-batch
     (`held`): eager code changes both.
     """
