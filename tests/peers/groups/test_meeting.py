@@ -111,7 +111,8 @@ async def test_a_group_that_hangs_is_aborted_in_a_thread_before_the_owner_hears(
     async def reported(self: Member, stream: Any, error: BaseException, at: Any) -> None:
         happened.append(f"report {self.peer_id}")
         await report(self, stream, error, at)
-        heard.set()
+        if self.peer_id == "p1":  # another member may report first
+            heard.set()
 
     monkeypatch.setattr(DirectSum, "reduce", fails)
     monkeypatch.setattr(Member, "report", reported)
