@@ -59,6 +59,10 @@ class Event(StrEnum):
     NEVER_EVALUATED = "the job has metrics, which evaluations compute, and no eval_data: none is computed"
     EVALUATED_ONCE = "evaluations come after the last step alone: give the job eval_every"
     NOT_KEPT = "this state is not kept: members have no room for a copy of it"
+    ONLY_IN_MEMORY = (
+        "the disk refuses the last weights, and the run is stopped: its folder has an earlier checkpoint alone; the weights are "
+        "in memory"
+    )
     NOTHING_COUNTS = "no label of this step counts, so it trains nothing: look at Job.weight and at how samples are cut"
     NO_BEST = "the model has the last weights: those of the best evaluation are not on the disk"
     SHARES = "micro-batches go to other pipelines: no plan changes"

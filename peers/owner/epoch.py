@@ -153,6 +153,11 @@ class Owner:
         return self._keeping is not None and not self.handed_over and self._keeping.is_saved
 
     @property
+    def can_save(self) -> bool:
+        """Whether its weights go to the disk; one that refuses them when the user stops the run is given up."""
+        return self._keeping is None or self._keeping.saving.can_save
+
+    @property
     def can_be_followed(self) -> bool:
         """Whether another plan could go on from here: members would hold the state, or the disk takes it, as far as is known."""
         return self._keeping is None or self._keeping.copying.can_hand_over or not self._kept.trouble.refused
@@ -626,15 +631,15 @@ class Owner:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     async def _save(self, keeping: Keeping) -> None:
-        """Have the weights on the disk. One that refuses them is waited for, unless another plan goes on at once. A member is not,
-        whose copies cannot be read.
+        """Have the weights on the disk. One that refuses them is waited for, unless another plan goes on at once, or until the
+        user stops the run. A member is not, whose copies cannot be read.
         """
         await self._until(keeping.saving.settled)
         goes_on = self._hands_over and self._step + 1 < self._job.steps
         if goes_on:
             self.handed_over = await keeping.hand_over_instead()
         unread = Counter[str]()
-        while not goes_on and await keeping.again():
+        while not goes_on and await keeping.again(lambda: self.stopped):
             await self._until(keeping.saving.settled)
             unread = Counter({peer: unread[peer] + 1 for peer in keeping.saving.unread})
             for peer, times in unread.items():

@@ -403,10 +403,12 @@ class Training:
                 assert self.owner is not None
                 self.owner.stop(hand_over=hand_over)
             case moves.Finish():
-                self.result.stopped = going.stopping and len(self.result.losses) < self._job.steps
+                saved = self._store is None or self.owner is None or self.owner.can_save
+                self.result.stopped = going.stopping and not (saved and len(self.result.losses) == self._job.steps)
                 if not self.result.state and self._durable and self._captured:  # its last epoch was lost behind the end
-                    found = await asyncio.to_thread(weights_of, self._captured, self._durable)
-                    self.result.state, self.result.averages = found
+                    self.result.state, self.result.averages = await asyncio.to_thread(
+                        weights_of, self._captured, self._durable
+                    )
             case moves.Fail(error):
                 raise error
             case moves.GiveUp(lost, error):

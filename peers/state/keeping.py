@@ -12,10 +12,12 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import structlog
 import torch
 
 from meshcee.capture import Capture
 from meshcee.config import OWN_COPIES
+from meshcee.events import Event
 from meshcee.files import Trouble
 from meshcee.files.tensor_files import OnDemand
 from meshcee.stage import AVERAGE
@@ -29,6 +31,10 @@ from peers.transport import Frame
 from peers.wire import Link, Offer, messages
 
 __all__ = ["Beginning", "Keeping", "Supplies", "state_for"]
+
+log = structlog.get_logger()
+
+LOOK_S = 0.2  # at whether the user stops the run
 
 Until = Callable[[asyncio.Event], Awaitable[object]]
 
@@ -101,11 +107,19 @@ class Keeping:
         """Behind `end`: whether the owner has what was asked for there."""
         return self._end <= self.saving.done
 
-    async def again(self) -> bool:
-        """Behind `end`: what the disk has refused is asked for once more; False when it has everything."""
+    async def again(self, is_stopping: Callable[[], bool]) -> bool:
+        """Behind `end`: what the disk has refused is asked for once more; False when it has everything.
+
+        A user who stops the run waits for no disk: then the weights come to memory.
+        """
         if self.is_saved:
             return False
-        await asyncio.sleep(RETRY_S)
+        for _ in range(round(RETRY_S / LOOK_S)):
+            if is_stopping():
+                self.saving.give_up()
+                log.warning(Event.ONLY_IN_MEMORY, next_step=self._end)
+                break
+            await asyncio.sleep(LOOK_S)
         await self.ask(self._end, save=True, last=True)
         return True
 

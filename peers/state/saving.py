@@ -18,7 +18,7 @@ import torch
 from meshcee.capture import Capture
 from meshcee.errors import leaves
 from meshcee.files import Trouble
-from meshcee.files.tensor_files import byte_view, head_of, nbytes_of
+from meshcee.files.tensor_files import Layout, byte_view, head_of
 from peers.state.checkpoint import Checkpoint, CheckpointStore, Draft, Writer
 from peers.state.fetch import Fetch, Reader, Shape
 from peers.state.manifest import CopySet, StageCopy
@@ -30,6 +30,7 @@ __all__ = ["Saving", "StageFiles"]
 log = structlog.get_logger()
 
 WHAT = "a checkpoint"
+BLOCK_BYTES = 4096
 
 
 class StageFiles:
@@ -100,7 +101,7 @@ class Saving:
         changed = {name for weights, _ in layouts for name in weights}
         self._state: Mapping[str, torch.Tensor] = captured.state
         self._frozen = {name: known for name, known in captured.plain_layout.items() if name not in changed}
-        self._bytes = sum(nbytes_of(layout) for pair in layouts for layout in pair) + nbytes_of(self._frozen)
+        self._bytes = sum(map(_on_disk, (*(layout for pair in layouts for layout in pair), self._frozen)))
         self._step: int | None = None  # of the one that is under way
         self._described = asyncio.Queue[CopySet]()
         self._fetches: dict[str, Fetch] = {}  # by who leads the stage
@@ -110,7 +111,9 @@ class Saving:
         self.settled = asyncio.Event()  # while none is under way
         self.settled.set()
         self.latest: Checkpoint | None = None  # of this epoch
-        self.weights: dict[str, torch.Tensor] = {}  # that it has ended with, without a store; and averages of them
+        self.weights: dict[
+            str, torch.Tensor
+        ] = {}  # that it has ended with, without a store or its disk; and averages of them
         self.done = -1  # the step that was saved last
 
     @property
@@ -123,6 +126,10 @@ class Saving:
     @property
     def can_save(self) -> bool:
         return self._store is not None
+
+    def give_up(self) -> None:
+        """A disk that refuses: what is asked for from now on comes to memory."""
+        self._store = None
 
     def is_due(self, next_step: int) -> bool:
         return self._store is not None and self.settled.is_set() and self._cadence.is_due(next_step, _now_s())
@@ -242,6 +249,12 @@ class Saving:
         for peer in (link.peer_id, *sorted(stage.holders - {link.peer_id}), link.peer_id):
             await fetch.run([peer])
         return not fetch.missing
+
+
+def _on_disk(layout: Layout) -> int:
+    """Bytes of a file of these tensors, in whole blocks of usual size."""
+    header, _, nbytes = head_of(layout)
+    return math.ceil((len(header) + nbytes) / BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _now_s() -> float:

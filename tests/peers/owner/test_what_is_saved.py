@@ -6,7 +6,7 @@ import asyncio
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,11 @@ from peers.owner.result import Result
 from peers.state.checkpoint import CheckpointStore
 from peers.state.copying import Copying
 from peers.state.keeping import Keeping
+from peers.state.policy import RETRY_S
 from tests.peers.owner.test_callbacks import MICRO, STEPS, assert_same, captured_job, job_of, run
 from tests.peers.owner.test_recovery import a_mesh, stage_of
 from tests.peers.state.test_hand_over import shifted
+from tests.rig.disks import RefusingDisk
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
 
@@ -77,8 +79,8 @@ async def test_who_is_lost_when_all_is_on_the_disk_takes_no_weights_along(
 
     async with a_mesh(home, 2) as (here, mesh):
 
-        async def and_die(self: Keeping) -> bool:
-            if await again(self):
+        async def and_die(self: Keeping, is_stopping: Callable[[], bool]) -> bool:
+            if await again(self, is_stopping):
                 return True
             here.crash(stage_of(here, mesh, 1))
             return False
@@ -96,6 +98,29 @@ async def test_who_is_lost_when_all_is_on_the_disk_takes_no_weights_along(
     assert result.ema.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(result.ema[name], tensor), name
+
+
+async def test_who_stops_a_run_whose_disk_refuses_the_last_weights_has_them_in_memory(tmp_path: Path) -> None:
+    """It waited for the disk without end, and a second Ctrl-C left nothing."""
+    home, broken = Home(tmp_path), RefusingDisk(tmp_path)
+
+    def fill(run: Control, report: Report) -> None:
+        if report.step == STEPS - 1:
+            broken.error = errno.ENOSPC
+
+    with disk.using(broken), capture_logs() as logged:
+        async with a_mesh(home, 2) as (_, mesh), asyncio.TaskGroup() as group:
+            training = group.create_task(train(mesh, [fill], ema=0.9))
+            while not broken.refused:  # noqa: ASYNC110 - nobody tells
+                await asyncio.sleep(0.05)
+            mesh.stop()
+            async with asyncio.timeout(RETRY_S / 2):
+                result, _ = await training
+            broken.error = None
+    assert Event.ONLY_IN_MEMORY in {entry["event"] for entry in logged}
+    assert result.stopped, "or its weights are believed to be in the run's folder"
+    assert_plain(result, ema=0.9)
+    assert CheckpointStore(home.run("last").checkpoints).find("", result.run).next_step < STEPS
 
 
 @pytest.mark.slow
