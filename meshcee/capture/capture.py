@@ -221,6 +221,9 @@ class _WithLoss(nn.Module):
         Where forward assigns, such a list goes on to hold the first tensor.
         """
         now = {name: tensor for name, tensor in entries(self.model) if f"model.{name}" not in self.rebound}
+        for tensor, name in self._places.values():
+            for key, value in vars(tensor).items() if name in now else ():  # marks of the user's, as p.decays
+                vars(now[name]).setdefault(key, value)
         held = ((key, tensor, name) for key, (tensor, name) in self._places.items() if name in now)
         return {key: (tensor, now[name]) for key, tensor, name in held if now[name] is not tensor}
 
