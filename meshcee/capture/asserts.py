@@ -101,9 +101,17 @@ def _wanted(frame: types.FrameType) -> bool | None:
     """The answer to what this frame asks with which it does not raise, where every other raises."""
     place = _place(frame)
     statement = None if place is None or _is_caught(frame) else _statement(frame, place)
-    return (
-        None if statement is None or place is None else side(statement.test, place, isinstance(statement, ast.Assert))
-    )
+    if statement is None or place is None:
+        return None
+    want = side(statement.test, place, isinstance(statement, ast.Assert))
+    calls = [] if _asks(frame) else [node for node in _expressions(statement) if _Place.of(node) == place]
+    return want if all(_is_asking(call, want) for call in calls) else None
+
+
+def _is_asking(call: ast.AST, want: bool | None) -> bool:
+    """Whether it asks for the truth of all that it is given, until one is not `want`."""
+    name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+    return name == "bool" or name == {True: "all", False: "any"}.get(want)  # type: ignore[arg-type]
 
 
 def _is_compared(frame: types.FrameType) -> bool:
@@ -112,8 +120,11 @@ def _is_compared(frame: types.FrameType) -> bool:
     statement = None if place is None else _statement(frame, place)
     if statement is None:
         return False
-    asking = (node for node in ast.walk(statement.test) if isinstance(node, ast.Compare | ast.BoolOp))
-    return any(_Place.of(part) == place for node in (statement, *asking) for part in _parts(node))
+    return any(_Place.of(part) == place for node in (statement, *_expressions(statement)) for part in _parts(node))
+
+
+def _expressions(statement: ast.Assert | ast.If) -> list[ast.expr]:
+    return [node for node in ast.walk(statement.test) if isinstance(node, ast.expr)]
 
 
 def _parts(node: ast.AST) -> list[ast.expr]:
@@ -135,12 +146,20 @@ def _instructions(code: types.CodeType) -> list[dis.Instruction]:
     return [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
 
 
+def _now(frame: types.FrameType) -> int:
+    """Which of its instructions runs; a call may stand in its cache."""
+    return bisect.bisect_right(_instructions(frame.f_code), frame.f_lasti, key=lambda one: one.offset) - 1
+
+
+def _asks(frame: types.FrameType) -> bool:
+    """Whether the frame itself asks for the truth of what its last instruction has made."""
+    name = _instructions(frame.f_code)[_now(frame)].opname
+    return "JUMP" in name or name in ("TO_BOOL", "UNARY_NOT")
+
+
 def _place(frame: types.FrameType) -> _Place | None:
     """Of the expression whose truth this frame asks for, or of the call that it makes."""
-    found = _instructions(frame.f_code)
-    now = bisect.bisect_right(found, frame.f_lasti, key=lambda one: one.offset) - 1  # a call may stand in its cache
-    asks = "JUMP" in found[now].opname or found[now].opname in ("TO_BOOL", "UNARY_NOT")  # of what was made before
-    at: Any = found[now - asks].positions
+    at: Any = _instructions(frame.f_code)[_now(frame) - _asks(frame)].positions
     return None if at is None or None in at else _Place(at.lineno, at.end_lineno, at.col_offset, at.end_col_offset)
 
 

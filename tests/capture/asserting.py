@@ -45,6 +45,12 @@ def in_range(_: Any, h: torch.Tensor) -> torch.Tensor:
     return h
 
 
+def of_several(_: Any, h: torch.Tensor) -> torch.Tensor:
+    assert all((row <= 1).all() for row in h.unbind(1))
+    assert not any([(h > 1).any(), (h < -1).any()])
+    return h
+
+
 def reraises(_: Any, h: torch.Tensor) -> torch.Tensor:
     try:
         assert (h <= 1).all()
@@ -71,6 +77,16 @@ def two_are_needed(_: Any, h: torch.Tensor) -> torch.Tensor:
 
 def one_is_enough(_: Any, h: torch.Tensor) -> torch.Tensor:
     assert (h <= 1).all() or (h < 5).all()
+    return h
+
+
+def any_of_several(_: Any, h: torch.Tensor) -> torch.Tensor:
+    assert any([(h > 1).any(), (h < 2).any()])
+    return h
+
+
+def one_of_several(_: Any, h: torch.Tensor) -> torch.Tensor:
+    assert h.sign().abs().max().item() in (0, 1)
     return h
 
 

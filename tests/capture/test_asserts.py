@@ -24,13 +24,22 @@ from tests.mutation import breaks, changed
 
 
 @pytest.mark.cases(2)
-@pytest.mark.parametrize("then", [asserting.is_finite, asserting.in_range, asserting.reraises])
+@pytest.mark.parametrize("then", [asserting.is_finite, asserting.in_range, asserting.of_several, asserting.reraises])
 def test_a_model_that_asserts_trains_as_in_the_plain_loop(then: Then) -> None:
     assert difference(job_of(Asserts(then))) == ""
 
 
 @pytest.mark.parametrize(
-    "then", [asserting.swallows, asserting.two_are_needed, asserting.one_is_enough, asserting.goes_on, asserting.rounds]
+    "then",
+    [
+        asserting.swallows,
+        asserting.two_are_needed,
+        asserting.any_of_several,
+        asserting.one_of_several,
+        asserting.one_is_enough,
+        asserting.goes_on,
+        asserting.rounds,
+    ],
 )
 def test_a_branch_whose_other_side_may_go_on_is_refused(then: Then) -> None:
     with pytest.raises(CaptureError, match=r"cannot be captured.*(from the values of a tensor|__round__)"):
