@@ -182,6 +182,7 @@ class Trainer:
             max_steps=job.steps, num_train_epochs=-(-job.steps // per_epoch), train_batch_size=job.micro_batch_size
         )
         self.state.compute_steps(self.args, job.steps)
+        job = self._going_on(job, resume)
         outputs = job.metrics.get(OUTPUTS)
         assert outputs is None or isinstance(outputs, Outputs)
         kind = StepBridge if steers_steps(self.callback_handler.callbacks) else Bridge
@@ -211,6 +212,24 @@ class Trainer:
         bridge.end()
         self.control = bridge.control
         return library.trainer_utils.TrainOutput(self.state.global_step, loss, figures)
+
+    def _going_on(self, job: Job, resume: str | None) -> Job:
+        """With the rates that the run had, where it has done all its steps and these are more."""
+        if resume is None or self._made.is_users or job.schedule is None:
+            return job
+        run = Home().run(resume.partition("@")[0])
+        totals = arguments.totals_of((run.about.job or {}).get("schedule"))
+        if not totals or [job.steps] == totals:
+            return job
+        done = len(run.reports())
+        if job.steps != totals[-1] and done < totals[-1]:
+            raise UsageError(
+                f"run {run.id} has done {done} of {totals[-1]} steps, and its rates (lr_scheduler_type="
+                f"{self.args.lr_scheduler_type.value!r}) follow from that number: go on with max_steps={totals[-1]}, and raise it "
+                "behind the last step"
+            )
+        totals += [job.steps] if job.steps > totals[-1] else []
+        return replace(job, schedule=arguments.longer(self.args, totals))
 
     def _built(self) -> Job:
         """This script, in the words of a Job."""

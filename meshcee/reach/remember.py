@@ -30,7 +30,7 @@ from torch import nn
 from meshcee.reach.code import is_users, line_of, method_of, names_in, slots_of
 from meshcee.reach.content import RANDOM, Backup, Content, attribute_of, content_of, variable_of
 
-__all__ = ["Held", "Remembered"]
+__all__ = ["Reached", "Remembered"]
 
 _DEPTH = 6
 _MOST_IDS = 256  # objects of a container, and numbers of an array, that are looked at
@@ -324,7 +324,7 @@ class Remembered:
                 self._space(code, vars(module), f"{words}{name}.", depth + 1)
 
 
-class Held(Remembered):
+class Reached(Remembered):
     """What these objects hold and their code names, by place, in a millisecond or two: of many values those that lie nearest."""
 
     most_bytes = 1 << 12

@@ -19,7 +19,7 @@ from meshcee.errors import MeshceeError, UsageError
 from meshcee.events import Event
 from meshcee.files.tensor_files import byte_view, flat_bytes
 from meshcee.job import At, Job
-from meshcee.reach import Held
+from meshcee.reach import Reached
 from meshcee.sampling.data import batched, inputs_of
 from meshcee.sampling.order import NO_STEP, drawn, read
 from meshcee.sampling.source import inputs_of_one, probes
@@ -221,13 +221,13 @@ class Reading:
             yield
             return
         self._digests = self._digests or sample_digests(self._job)
-        before = Held(self._roots)
+        before = Reached(self._roots)
         yield
-        after = Held(self._roots)
+        after = Reached(self._roots)
         if not (places := before.changed(after)):
             return
         time.sleep(ALONE_S)
-        by_itself = {*after.changed(Held(self._roots))}  # as of a thread of the data's
+        by_itself = {*after.changed(Reached(self._roots))}  # as of a thread of the data's
         if not (places := [place for place in places if place not in by_itself]):
             return
         if not is_late:

@@ -439,6 +439,53 @@ def test_a_model_in_eval_mode_is_trained_with_its_dropout(tmp_path: Path) -> Non
     assert found[0] == found[1]
 
 
+class Rates(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """What the library's optimizer has in each step."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self.found.append(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.slow
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("kind", ["linear", "polynomial", "inverse_sqrt"])
+def test_a_run_that_has_done_its_steps_goes_on_with_more_as_in_the_library(kind: str, tmp_path: Path) -> None:
+    """Twice, and stopped within; the rates are those of the library's own trainer, which resumes its own checkpoints."""
+    lives = (3, 6, 8)
+
+    def args_of(steps: int) -> Any:
+        return arguments(tmp_path, max_steps=steps, lr_scheduler_type=kind, warmup_steps=1, learning_rate=0.5**7)
+
+    rates = Rates()
+    for steps in lives:
+        bare = [{name: text[name] for name in ("input_ids", "attention_mask", "labels")} for text in texts(8)]
+        theirs = transformers.Trainer(llama(1), args_of(steps), train_dataset=bare, callbacks=[rates])
+        theirs.train(resume_from_checkpoint=steps > lives[0])
+    assert len(rates.found) == lives[-1]
+
+    def script(steps: int, *callbacks: Any) -> Trainer:
+        return Trainer(llama(1), args_of(steps), train_dataset=texts(8), callbacks=[*callbacks], local=1)
+
+    last = script(lives[-1])
+    assert last.job is not None
+    times = [rate * 2.0**7 for rate in (*rates.found, 0.0)]
+    plain = meshcee.plain(replace(last.job, schedule=meshcee.Schedule("LambdaLR", lr_lambda=times.__getitem__)))
+    script(3).train()
+    script(6, Stops(5)).train(resume_from_checkpoint=True)
+    if kind != "inverse_sqrt":
+        with pytest.raises(UsageError, match=r"has done 5 of 6 steps, and its rates .* go on with max_steps=6"):
+            script(8).train(resume_from_checkpoint=True)
+    script(6).train(resume_from_checkpoint=True)
+    last.train(resume_from_checkpoint=True)
+    lines = [line for line in last.state.log_history if "loss" in line]
+    assert [line["learning_rate"] for line in lines] == rates.found
+    assert [line["loss"] for line in lines] == plain.losses
+    assert equal(last.model.state_dict(), plain.state_dict)
+
+
 @pytest.mark.slow
 def test_a_second_train_says_that_its_optimizer_is_fresh(tmp_path: Path) -> None:
     """A max_grad_norm below 0 clips nothing, as in the library; metrics have the epoch."""

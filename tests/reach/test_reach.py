@@ -19,7 +19,7 @@ from torch import nn
 import meshcee
 from meshcee.equality.watch import Watch
 from meshcee.job import Job
-from meshcee.reach import Backup, Held, Remembered, content_of
+from meshcee.reach import Backup, Reached, Remembered, content_of
 from meshcee.sampling.traces import Traces
 
 Write = Callable[[], Any]
@@ -272,7 +272,7 @@ def _fill(rows: Rows) -> None:
     rows.numbers[...] = 1.0
 
 
-HELD: dict[str, tuple[Callable[[Rows], Any], list[str]]] = {
+REACHED: dict[str, tuple[Callable[[Rows], Any], list[str]]] = {
     "nothing": (lambda rows: rows[3], []),
     "a number": (lambda rows: setattr(rows, "level", 2), ["attribute 'level' of data"]),
     "an item": (
@@ -287,9 +287,9 @@ HELD: dict[str, tuple[Callable[[Rows], Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("what", HELD)
+@pytest.mark.parametrize("what", REACHED)
 def test_what_data_holds_and_reads_is_seen(what: str) -> None:
-    rows, (write, expected) = Rows(), HELD[what]
-    before = Held({"data": rows})
+    rows, (write, expected) = Rows(), REACHED[what]
+    before = Reached({"data": rows})
     write(rows)
-    assert before.changed(Held({"data": rows})) == expected
+    assert before.changed(Reached({"data": rows})) == expected
