@@ -112,10 +112,9 @@ def check_same(job: Job, captured: Capture, run: Mapping[str, Any], micro_batch:
     own_rates = partial(rate_digests, job.optimizer, job.schedule, job.steps)
     for key, value in loads(dumps(description(job, captured))).items():
         said = run.get(key, value)  # a run of an older version says less
-        if key == "schedule" and said != value and (rates := dict(run.get("all_rates", ()))):
-            said = (
-                value if own_rates(*rates).items() >= rates.items() else said
-            )  # another name, and the rates that it had
+        rates = dict(run.get("all_rates", ())) if key == "schedule" and said != value else {}
+        if rates and own_rates(*rates).items() >= rates.items():  # another name, and the rates that the run had
+            continue
         if key == "rates":  # a run with fewer steps says fewer
             value, said = value[: len(said)], said[: len(value)]
         if key == "all_rates" and said != value:  # and of other ones
