@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from torch.utils._pytree import tree_leaves
 
+from meshcee.capture.asserts import Asserts
 from meshcee.capture.export import (
     EXAMPLES,
     Branch,
@@ -201,17 +202,18 @@ class _WithLoss(nn.Module):
                 for n, t in tensors.items()
             }
         told = faithful(self.model, self._replaced(), evaluate=self.evaluates)
-        masks = causal_masks(self.model, self._real)
-        with keeping(self, self.rebound), sizes_that_vary(), told, masks, _as_in_eager(), self._job.autocast():
+        masks, asserts = causal_masks(self.model, self._real), Asserts()
+        asked = asserts.answered()
+        with keeping(self, self.rebound), sizes_that_vary(), told, masks, asked, _as_in_eager(), self._job.autocast():
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
             loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise CaptureError(f"loss(output, target) {no_loss(loss, output, x)}")
         if not self.evaluates:
-            return (loss,)
+            return (asserts.upon(loss),)
         found: list[torch.Tensor] = []
         self.seen.form = taken_apart(output, found)
-        return (loss, *found)
+        return (asserts.upon(loss), *found)
 
     def _replaced(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """The model's own tensors by id, which lists and closures hold, with what stands in their places while it is traced.
@@ -219,6 +221,9 @@ class _WithLoss(nn.Module):
         Where forward assigns, such a list goes on to hold the first tensor.
         """
         now = {name: tensor for name, tensor in entries(self.model) if f"model.{name}" not in self.rebound}
+        for tensor, name in self._places.values():
+            for key, value in vars(tensor).items() if name in now else ():  # marks of the user's, as p.decays
+                vars(now[name]).setdefault(key, value)
         held = ((key, tensor, name) for key, (tensor, name) in self._places.items() if name in now)
         return {key: (tensor, now[name]) for key, tensor, name in held if now[name] is not tensor}
 

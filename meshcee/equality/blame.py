@@ -12,6 +12,7 @@ from typing import Any
 
 from meshcee.capture import Capture
 from meshcee.capture.export import EXAMPLES
+from meshcee.capture.graph import FAILED_ASSERT
 from meshcee.equality.failing import names_of, without_numbers
 from meshcee.equality.net import Net
 from meshcee.errors import MeshceeError, NonFiniteLossError, UsageError
@@ -47,7 +48,9 @@ def blamed(
     if batch is None or not job.verify or (memory := re.compile("memory", re.IGNORECASE)).search(str(raised)):
         return raised
     error = _own_error(job, captured, batch, names, evaluate=evaluate)
-    if error is None or f"{type(error.__cause__).__name__}: " not in str(raised) or memory.search(str(error.__cause__)):
+    if error is None or memory.search(str(error.__cause__)):
+        return raised
+    if not any(words in str(raised) for words in (f"{type(error.__cause__).__name__}: ", FAILED_ASSERT)):
         return raised
     return UsageError(f"{'the evaluation after ' * evaluate}step {step + 1}: {error}")
 

@@ -3,7 +3,8 @@
 The idea: a thing that the capture does not know of shows when both sides run. Such things are state in Python, a branch that the
 example did not take, a context that the graph does not hold. So the owner runs a real micro-batch twice through the user's own
 module and twice through the stages. The second time every block is a stage of its own; any later plan only makes this cut
-coarser. The owner compares losses, gradients, buffers, generators, and changes in Python. Then all of the user's is put back.
+coarser. The second time weights are others, too: at the first ones a penalty or a gradient may be zero. The owner compares
+losses, gradients, buffers, generators, and changes in Python. Then all of the user's is put back.
 
 What it may take is what the capture took: of a large model it runs fewer samples, or the forward pass alone, and says so. A model
 that does not fit some times over runs forward only, block by block (`blocks`).
@@ -15,6 +16,7 @@ import contextlib
 import functools
 import itertools
 import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,20 +30,13 @@ from meshcee.capture import Capture, watch_sizes
 from meshcee.capture.graph import Free
 from meshcee.eager import entries, halve, into_training, on_loan
 from meshcee.equality.blocks import Blocks, Weights, stand_in, without_saving
-from meshcee.equality.failing import (
-    BACKWARD_PASS,
-    blame,
-    forward_place,
-    names_of,
-    odd_ones,
-    warnings_told,
-)
+from meshcee.equality.failing import BACKWARD_PASS, blame, forward_place, names_of, odd_ones, warnings_told
 from meshcee.equality.lengths import Pass, parted, shortest_and_longest
 from meshcee.equality.lines import line_that
 from meshcee.equality.metrics import try_data, try_metrics
 from meshcee.equality.recorder import Call, Recorder, tensors_in, unlike, unlike_backwards, values_of
 from meshcee.equality.sizes import Cut, machine_flops_per_s
-from meshcee.equality.watch import Slot, Watch, digest
+from meshcee.equality.watch import Slot, Watch, digest, same
 from meshcee.errors import MeshceeError, UnequalError, UsageError
 from meshcee.files import large_apart, limits
 from meshcee.files.layout import copied
@@ -53,15 +48,17 @@ from meshcee.stage import Chain
 
 __all__ = ["Net", "examine"]
 
+_WHICH = re.compile(
+    r"\bid\(|\bis (?!not None|None)|\b(?:if|and|or|not) \w+ (?:not )?in \b|\b(?:isinstance|type)\(|\.get\("
+)
 _NOTHING = Slot("value", None, lambda: None)
 WAY_OUT = "Job(verify=False) or --no-verify trains it all the same"
 MEMORY_SHARE = 0.8  # of what is free
 COPIES = 4  # of the model's state: what is put back, the stages', and both sides' gradients
-BLOCKS = (
-    3  # what a model that is run block by block takes, in its largest block: as made, laid out, and while it is made
-)
+BLOCKS = 3  # largest blocks that a model takes which is run block by block: as made, laid out, and while it is made
 BACKWARD = 2.0  # what a backward pass takes, in forward passes
 UTILISATION = 0.5  # of the speed of a matrix product, by a whole model
+MOVES = 0.02  # at most, of a weight: what such a model computes stays close to what it computed
 LEAST_S = 1.0  # for models whose capture takes no time
 
 
@@ -102,6 +99,7 @@ class Net:
         self.compared: set[int] = set()  # sizes of which every sample was
         self.weights: Weights | None = None  # of a model that does not fit
         self.trains = True  # else it evaluates
+        self.moved = False  # whether weights are others than the first ones
 
     def run(self, sizes: Sequence[int]) -> None:
         self._look(sizes)
@@ -268,18 +266,43 @@ class Net:
         self._draw(size, backward)
         finest = tuple((b, b + 1) for b in range(self.captured.train.num_blocks))
         seen: list[Mapping[str, Slot]] = [self.ready]
-        for cuts in [self.cuts, [finest]] if backward else [self.cuts]:
-            state = {name: copied(t) if name in self.cloned else t for name, t in self._state().items()}
-            theirs = self._eager()
+        for cuts, moved in [(self.cuts, False), ([finest], True)] if backward else [(self.cuts, False)]:
+            before, state, theirs = self._own_pass(moved)
+            same_as = {n for n, slot in theirs.seen.items() if before.get(n, _NOTHING).seen == slot.seen}
+            seen.append({n: seen[-1].get(n, slot) if n in same_as else slot for n, slot in theirs.seen.items()})
             for cut in cuts:
-                difference = self._difference(theirs, self._captured(state, seen[-1], cut))
+                difference = self._difference(theirs, self._captured(state, before, cut))
                 if difference is not None:
-                    carried = self._carried([*seen, theirs.seen], differs=True)
-                    raise self._unequal(carried, difference, cut, state)
-            seen.append(theirs.seen)
+                    raise self._unequal(self._carried(seen, differs=True), difference, cut, state)
         if found := self._carried(seen):
             raise UnequalError(found)
+        self.moved = False
         self._put_back()
+
+    def _own_pass(self, moved: bool) -> tuple[Mapping[str, Slot], dict[str, torch.Tensor], _Outcome]:
+        """The module's, with other weights if it can: what was there before, the state that it began with, and its outcome."""
+        if moved:
+            self.move()
+        before = self.watch.look() if moved else self.ready
+        state = {name: copied(t) if name in self.cloned else t for name, t in self._state().items()}
+        try:
+            theirs = self._eager()
+            if theirs.loss.isfinite() or not moved:
+                return before, state, theirs
+        except MeshceeError:
+            if not moved:
+                raise
+        self.moved = False
+        self._put_back()
+        return self._own_pass(False)
+
+    def move(self) -> None:
+        """Other weights than the first ones."""
+        self.moved, drawn = True, torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.requires_grad and parameter.is_floating_point():
+                    parameter.add_((torch.rand(parameter.shape, generator=drawn) * MOVES).to(parameter.dtype))
 
     def _compare_lengths(self, size: int) -> None:
         batches, seen = shortest_and_longest(self.job, self._source, size), [self.ready]
@@ -384,6 +407,8 @@ class Net:
         """All of the user's as it was before the first pass; then what forward may write as it was in `state`."""
         self.watch.restore()
         self._begin()
+        if self.moved:
+            self.move()
         for name, tensor in self._state().items():
             if state is not None and name in self.cloned:
                 tensor.copy_(state[name])
@@ -577,6 +602,11 @@ class Net:
         self._put_back(state)
         if [call.left for call in self._recorded()[0].calls] != [call.left for call in told]:
             return f"{found}: there two passes over the same samples differ; draw with torch.rand, and read no clock"
+        if _WHICH.search(str(call.where).partition("`")[2]):
+            return (
+                f"{found}: it seems to ask by id(), `is`, `in` or a class which parameter this is, and while a model is captured "
+                "its parameters are other objects; ask by the names of named_parameters()"
+            )
         if not any(node.at == call.where for node in self.captured.train.nodes):
             return (
                 f"{found}, a line that the graph does not hold: it runs for this micro-batch, and did not while the model was "
@@ -663,11 +693,6 @@ class Net:
             f"a forward pass changes {name}{line}: peers keep nothing of Python's, so the mesh would train something else than "
             f"your module; keep it in a buffer that forward changes in place under torch.no_grad(), or drop it; {WAY_OUT}"
         )
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, NaN like NaN."""
-    return a.shape == b.shape and a.dtype == b.dtype and (torch.equal(a, b) or digest(a) == digest(b))
 
 
 def _first_line(error: Exception) -> str:

@@ -227,9 +227,10 @@ class Remembered:
             for i in range(self._items(item)):
                 self._visit(f"[{i}] of {place}", functools.partial(operator.getitem, item, i), depth + 1, line)
         elif isinstance(item, dict):
-            for key in list(dict.keys(item))[: self._items(item)]:
+            for i, key in enumerate(list(dict.keys(item))[: self._items(item)]):
                 look = functools.partial(dict.__getitem__, item, key)
-                self._visit(f"[{key!r:.40}] of {place}", look, depth + 1, line)
+                said = f"{key!r:.40}" if isinstance(key, _SCALARS) else f"key {i}"  # a tensor's words change with it
+                self._visit(f"[{said}] of {place}", look, depth + 1, line)
 
     def _inside(self, place: str, item: Any, depth: int, line: str) -> None:
         """What an object refers to that has no value by itself."""

@@ -167,6 +167,7 @@ class BlockProfiler:
         """Every distinct block at every size, within the budget. Raises ProtocolError or PlanError."""
         if max(request.blocks) >= program.num_blocks or (request.pair or 0) + 2 > program.num_blocks + 1:
             raise ProtocolError("a profile was asked for blocks that the graph does not have")
+        program = program.unasserted()
         until = self._clock() + self._budget_s
         count = len(request.blocks)
         call_s = await self._call_s()

@@ -236,8 +236,7 @@ class Training:
             raise UsageError("only a run that this machine keeps can be resumed: join a mesh, or say keeps=True")
         run_id, _, step = wanted.partition("@")
         run = self._home.run(run_id)
-        self._diary = Diary(run, self._trouble)
-        store, about = CheckpointStore.found(run), run.about
+        self._diary, store, about = Diary(run, self._trouble), CheckpointStore.found(run), run.about
         if step or store.complete() or about.job is None:
             begins, kinds = self._from_disk(store.find(step, run.id), run, captured)
             check_weights(made_by_code(captured), about.weights, again=False)
@@ -403,12 +402,11 @@ class Training:
                 assert self.owner is not None
                 self.owner.stop(hand_over=hand_over)
             case moves.Finish():
-                saved = self._store is None or self.owner is None or self.owner.can_save
-                self.result.stopped = going.stopping and not (saved and len(self.result.losses) == self._job.steps)
+                is_saved = self._store is None or self.owner is None or self.owner.can_save
+                self.result.stopped = going.stopping and not (is_saved and len(self.result.losses) == self._job.steps)
                 if not self.result.state and self._durable and self._captured:  # its last epoch was lost behind the end
-                    self.result.state, self.result.averages = await asyncio.to_thread(
-                        weights_of, self._captured, self._durable
-                    )
+                    found = await asyncio.to_thread(weights_of, self._captured, self._durable)
+                    self.result.state, self.result.averages = found
             case moves.Fail(error):
                 raise error
             case moves.GiveUp(lost, error):

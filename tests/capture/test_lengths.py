@@ -157,6 +157,22 @@ def test_padding_by_none_is_no_other_way() -> None:
     assert found.equal, found.differs
 
 
+def cut_where_padded(h: torch.Tensor) -> torch.Tensor:
+    """As in Mamba2."""
+    length = h.shape[1]
+    pad = -length % 4
+    h = F.pad(h, (0, 0, 0, pad)).unflatten(1, (-1, 4))
+    h = (h - h.mean(2, keepdim=True)).flatten(1, 2)
+    return h[:, :length] if pad > 0 else h
+
+
+def test_what_stands_behind_a_padding_by_none_is_not_in_the_graph() -> None:
+    found = meshcee.check(tags_of(cut_where_padded, [3 + i % 7 for i in range(48)]), stages=(2,), steps=6)
+    assert found.equal, found.differs
+    with pytest.raises(CaptureError, match=rf"x is .*takes another way at .*{HERE} .*pad > 0.* one length"):
+        capture(tags_of(cut_where_padded, [5 + i % 4 for i in range(48)]))  # the longest, 8, is padded by none
+
+
 @pytest.mark.parametrize(
     "parts", [lambda h: h.split(4, 1), lambda h: torch.split(h, 4, dim=1), lambda h: h.chunk(6, 1)]
 )

@@ -52,7 +52,7 @@ def plan_of(case: Case, captured: Capture, job: Job, names: Sequence[str]) -> Pl
 
     def pipeline(k: int) -> Pipeline:
         mine = names[:stages][k :: len(micros)]
-        batch = micros[k] * micro
+        batch = micros[k] * job.batch_size // sum(micros)
         return even_plan(captured.train.num_blocks, len(mine), batch, micro, peers=mine).pipelines[0]
 
     return Plan(micro, tuple(map(pipeline, range(len(micros)))))

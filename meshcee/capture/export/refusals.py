@@ -52,6 +52,7 @@ _MOST_LINES = 12  # of a node's stack: the innermost ones
 _DATA: Any = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _SET_NEEDS: Any = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_VERSION: Any = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _GRAD: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 _SET_GRAD: Any = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
@@ -465,6 +466,11 @@ class _Looking(TorchFunctionMode):
             raise CaptureError(
                 f"{words} (model.disable_input_require_grads() of Hugging Face); a derivative by inputs, as torch.autograd.grad "
                 "computes it, is to be written as a formula"
+            )
+        if func == _VERSION and not is_ours(sys._getframe(1).f_code.co_filename):
+            raise CaptureError(
+                f"a tensor's _version is read{users_line()}, which counts what was written there, and peers count otherwise; "
+                "count steps in a buffer that forward changes in place"
             )
         if func in (_GRAD, _SET_GRAD) and _means_gradients(sys._getframe(1).f_code):
             if _in_optimizer():

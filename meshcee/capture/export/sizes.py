@@ -117,10 +117,10 @@ class Branch:
         said = " and ".join(dict.fromkeys(f"{name} is {shapes[name]}" for name, _ in self.places.values()))
         one = "or pad all samples to one length"
         if self.pieces:
-            advice = instead(self.at, f"pad to a multiple of a length k and write h.unflatten(1, (-1, k)), {one}")
-            return f"{said}, of which the model makes another number of pieces{self.at}: {advice}"
-        advice = instead(self.at, f"write it alike for all lengths, {one}")
-        return f"{said}, for which the model takes another way{self.at}: {advice}"
+            advice = instead(self.at, "pad to a multiple of a length k and write h.unflatten(1, (-1, k))")
+            return f"{said}, of which the model makes another number of pieces{self.at}: {advice}, {one}"
+        advice = instead(self.at, "write it alike for all lengths")
+        return f"{said}, for which the model takes another way{self.at}: {advice}, {one}"
 
 
 def branches_of(
@@ -129,7 +129,7 @@ def branches_of(
     """Of the conditions that torch has noted, those that Python code asked for, of other sizes than the number of samples.
 
     Those that a range of a size says are in its range, and not here. Nor is `if pad > 0:` around a padding by so many: by
-    none it is the same.
+    none it is the same. Where nothing was padded, what stands there is not in the graph.
 
     places  symbol -> the raw input that has this size, and where: samples are its first
     pads    by how many something is padded
@@ -147,7 +147,7 @@ def branches_of(
 
 
 def _is_idle(condition: Any, pads: Collection[Any]) -> bool:
-    if 0 in condition.args and any(pad in condition.args for pad in pads):
+    if 0 in condition.args and any(pad in condition.args and condition.subs(pad, 0) == False for pad in pads):  # noqa: E712
         return True
     compares = condition.is_Relational and not (condition.is_Equality or condition.rel_op == "!=")
     sides = (condition.lhs, condition.rhs) if compares else ()

@@ -6,7 +6,7 @@ capture and no other, so no code of the user's can reach them.
 
 from meshcee.capture.graph.analysis import Analysis, analyse, find_recomputed, quiet, resolve, unfolded
 from meshcee.capture.graph.draws import whole_draws
-from meshcee.capture.graph.guards import teach_shapes
+from meshcee.capture.graph.guards import FAILED_ASSERT, teach_shapes
 from meshcee.capture.graph.operators import FUNCTION, Operator, find_operator, operator_name, without_out
 from meshcee.capture.graph.program import Batch, Dim, Free, Input, Node, Program, Ref, StageSpec, Value, is_random
 from meshcee.capture.graph.rows import Cut, divided
@@ -16,6 +16,7 @@ from meshcee.capture.graph.strides import canonical, contiguous, dense, moved, u
 from meshcee.capture.graph.verify import NodeRefused
 
 __all__ = [
+    "FAILED_ASSERT",
     "FUNCTION",
     "Analysis",
     "Batch",

@@ -2,7 +2,8 @@
 
 The idea: most kernels look at indices before they follow them, and a few do not. Those few look here: at offsets of experts'
 rows, at labels of a CTC loss, at integers whose quotient no integer holds. torch's own rule for the shape of a product with
-experts also refuses float32, which its kernel takes; so meta tensors get a rule of our own.
+experts also refuses float32, which its kernel takes; so meta tensors get a rule of our own. ASSERT is what asserts on values in
+the user's code become (meshcee/capture/asserts.py).
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["GUARDED", "teach_shapes"]
+__all__ = ["ASSERT", "FAILED_ASSERT", "GUARDED", "teach_shapes"]
+
+FAILED_ASSERT = "an assert of the model does not hold"
+ASSERT = "aten._functional_assert_async.msg"
 
 _kept: list[Any] = []  # a registration ends with its library object
 
@@ -110,6 +114,30 @@ def _truncated(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     return divide
 
 
+class _Asserted(torch.autograd.Function):
+    """The token, with its gradient; ValueError where `holds` is False. torch's own has no gradient, and ends a GPU's process."""
+
+    @staticmethod
+    def forward(ctx: Any, holds: torch.Tensor, words: str, token: torch.Tensor) -> Any:
+        if not _has_values(holds):
+            return _ASSERT(holds, words, token)
+        if not bool(holds):
+            raise ValueError(FAILED_ASSERT)
+        return token.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return (None, None, *grads)
+
+
+def _asserted(holds: torch.Tensor, words: str, token: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = _Asserted.apply(holds, words, token)  # type: ignore[no-untyped-call]
+    return made
+
+
+_ASSERT: Any = torch.ops.aten._functional_assert_async.msg
+
+
 def _has_values(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
@@ -120,7 +148,10 @@ def _listed(lengths: torch.Tensor | Sequence[int]) -> list[int]:
 
 def _guards() -> dict[str, Callable[..., Any]]:
     aten = torch.ops.aten
-    found: dict[str, Callable[..., Any]] = {"aten._grouped_mm.default": _grouped_mm}
+    found: dict[str, Callable[..., Any]] = {
+        "aten._grouped_mm.default": _grouped_mm,
+        ASSERT: _asserted,
+    }
     for name in ("IntList", "Tensor"):
         found[f"aten.ctc_loss.{name}"] = _ctc(getattr(aten.ctc_loss, name))
     for packet in (aten.div, aten.div_, aten.divide, aten.divide_):

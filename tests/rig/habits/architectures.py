@@ -265,7 +265,7 @@ class ComplexNet(nn.Module):
         return self.h(torch.view_as_real(z).flatten(1))
 
 
-@habit("vec", "cls", refused="cannot be captured at")
+@habit("vec", "cls", refused="is sparse, and graphs have dense tensors only")
 class SparseMask(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,0 +1,195 @@
+"""Asserts on values: `assert not h.isnan().any()`, and `if (var < 0).any(): raise ...`, in the user's code or a library's.
+
+The idea: nobody knows values while a model is traced. But of such a line one knows the answer with which training goes on. The
+trace gets this answer, and the graph computes the condition. The loss then depends on all conditions by an operator that raises
+where one does not hold. A micro-batch at which the plain loop raises so fails here as well, and the owner says at which line.
+Where another answer would not always raise, none is given: the branch is refused as any other.
+"""
+
+from __future__ import annotations
+
+import ast
+import bisect
+import contextlib
+import dis
+import functools
+import linecache
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from meshcee.capture.export.refusals import replaced
+from meshcee.user_code import is_ours
+
+__all__ = ["Asserts", "side"]
+
+_CAPTURE = str(Path(__file__).with_name("capture.py"))
+_BOOL, _ITEM, _EQUAL = torch.Tensor.__bool__, torch.Tensor.item, torch.equal
+
+
+class _Place(NamedTuple):
+    """Of an expression in a file; columns in bytes, as `ast` and code have them."""
+
+    line: int
+    end_line: int
+    column: int
+    end_column: int
+
+    @classmethod
+    def of(cls, node: Any) -> _Place:
+        return cls(node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
+
+    def is_in(self, node: ast.AST) -> bool:
+        outer = self.of(node)
+        begins = (outer.line, outer.column) <= (self.line, self.column)
+        return begins and (self.end_line, self.end_column) <= (outer.end_line, outer.end_column)
+
+
+class Asserts:
+    """Of one pass of forward and loss."""
+
+    def __init__(self) -> None:
+        self._holds: torch.Tensor | None = None  # whether all conditions so far do
+
+    @contextlib.contextmanager
+    def answered(self) -> Iterator[None]:
+        """Meanwhile a question on a value that nobody knows has the answer with which training goes on, where there is one."""
+
+        def is_true(tensor: torch.Tensor) -> bool:
+            wanted = _wanted(sys._getframe(1)) if isinstance(tensor, FakeTensor) and tensor.dim() == 0 else None
+            if wanted is None:
+                return _BOOL(tensor)
+            holds = (tensor != 0) if wanted else (tensor == 0)
+            self._holds = holds if self._holds is None else self._holds & holds
+            return wanted
+
+        def item(tensor: torch.Tensor) -> Any:
+            """What is only compared stays a tensor, as exact as Python's numbers are."""
+            if isinstance(tensor, FakeTensor) and tensor.dim() == 0 and _is_compared(sys._getframe(1)):
+                return tensor if tensor.dtype == torch.bool else tensor.double()
+            return _ITEM(tensor)
+
+        def equal(one: torch.Tensor, other: torch.Tensor) -> Any:
+            if isinstance(one, FakeTensor) and one.shape == other.shape and _is_compared(sys._getframe(1)):
+                return (one == other).all()
+            return _EQUAL(one, other)
+
+        with (
+            replaced(torch.Tensor, "__bool__", is_true),
+            replaced(torch.Tensor, "item", item),
+            replaced(torch, "equal", equal),
+        ):
+            yield
+
+    def upon(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss, which nobody has unless all conditions hold."""
+        if self._holds is None:
+            return loss
+        checked: torch.Tensor = torch.ops.aten._functional_assert_async.msg(self._holds, "assert", loss)
+        return checked
+
+
+# -- where a question is asked
+
+
+def _wanted(frame: types.FrameType) -> bool | None:
+    """The answer to what this frame asks with which it does not raise, where every other raises."""
+    place = _place(frame)
+    statement = None if place is None or _is_caught(frame) else _statement(frame, place)
+    return (
+        None if statement is None or place is None else side(statement.test, place, isinstance(statement, ast.Assert))
+    )
+
+
+def _is_compared(frame: types.FrameType) -> bool:
+    """Whether such a line compares what this call gives, or asks for its truth, and does nothing else with it."""
+    place = _place(frame)
+    statement = None if place is None else _statement(frame, place)
+    if statement is None:
+        return False
+    asking = (node for node in ast.walk(statement.test) if isinstance(node, ast.Compare | ast.BoolOp))
+    return any(_Place.of(part) == place for node in (statement, *asking) for part in _parts(node))
+
+
+def _parts(node: ast.AST) -> list[ast.expr]:
+    """The expressions whose truth or value this asks for, without a `not` before them."""
+    match node:
+        case ast.Compare(left, _, others):
+            return [left, *others]
+        case ast.BoolOp(_, values):
+            found = values
+        case ast.Assert(test) | ast.If(test):
+            found = [test]
+        case _:
+            found = []
+    return [part.operand if isinstance(part, ast.UnaryOp) and isinstance(part.op, ast.Not) else part for part in found]
+
+
+@functools.lru_cache(maxsize=64)
+def _instructions(code: types.CodeType) -> list[dis.Instruction]:
+    return [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]
+
+
+def _place(frame: types.FrameType) -> _Place | None:
+    """Of the expression whose truth this frame asks for, or of the call that it makes."""
+    found = _instructions(frame.f_code)
+    now = bisect.bisect_right(found, frame.f_lasti, key=lambda one: one.offset) - 1  # a call may stand in its cache
+    asks = "JUMP" in found[now].opname or found[now].opname in ("TO_BOOL", "UNARY_NOT")  # of what was made before
+    at: Any = found[now - asks].positions
+    return None if at is None or None in at else _Place(at.lineno, at.end_lineno, at.col_offset, at.end_col_offset)
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(file: str) -> ast.AST | None:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def _statement(frame: types.FrameType, place: _Place) -> ast.Assert | ast.If | None:
+    """The `assert`, or the `if` of a `raise`, in whose condition this is."""
+    tree = _tree(frame.f_code.co_filename)
+    for node in ast.walk(tree) if tree is not None else ():
+        asserts = isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _raises(node.body))
+        if asserts and place.is_in(node.test):  # type: ignore[attr-defined]
+            return node  # type: ignore[return-value]
+    return None
+
+
+def _raises(body: list[ast.stmt]) -> bool:
+    """Whether these end in a `raise`, and go nowhere else before."""
+    return isinstance(body[-1], ast.Raise) and all(isinstance(one, ast.Expr | ast.Assign) for one in body[:-1])
+
+
+def side(node: ast.expr, place: _Place, want: bool) -> bool | None:
+    """What the expression at this place must be for the condition to be `want`; None where something else might decide."""
+    if _Place.of(node) == place:
+        chain = isinstance(node, ast.Compare) and len(node.ops) > 1  # each of its comparisons is asked for
+        return want if want or not chain else None
+    match node:
+        case ast.UnaryOp(ast.Not(), operand):
+            return side(operand, place, not want)
+        case ast.BoolOp(op, values):
+            asked = next((value for value in values if place.is_in(value)), values[0])
+            decides = want == isinstance(op, ast.And) or asked is values[-1]  # those before the last are known then
+            return side(asked, place, want) if decides else None
+    return None
+
+
+def _is_caught(frame: types.FrameType | None) -> bool:
+    """Whether user code between here and our call of forward or loss handles what is raised, and may go on."""
+    while frame is not None and (file := frame.f_code.co_filename) != _CAPTURE:
+        line = frame.f_lineno
+        tree = None if is_ours(file) else _tree(file)
+        for node in ast.walk(tree) if tree is not None else ():
+            inside = isinstance(node, ast.Try) and node.lineno < line <= (node.body[-1].end_lineno or 0)
+            if inside and not all(isinstance(handler.body[-1], ast.Raise) for handler in node.handlers):  # type: ignore[attr-defined]
+                return True
+        frame = frame.f_back
+    return False
