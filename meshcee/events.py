@@ -52,6 +52,10 @@ class Event(StrEnum):
         "weights of the model were written while the run goes on: peers train weights of their own, and what was written changes "
         "none of these"
     )
+    READING_CHANGED = (
+        "a callback changes what samples are read with, and steps to come have been read by then: change it in on_step of a "
+        "meshcee.Callback whose class has waits = 'steps'"
+    )
     SCHEDULE_OVER = (
         "a callback has set the learning rate, which stays so to the end, and the job's schedule counts no more: to keep the "
         "schedule, multiply its rates by run.scale_lr"

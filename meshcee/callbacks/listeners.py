@@ -17,6 +17,7 @@ from meshcee.callbacks.callback import Callback
 from meshcee.callbacks.control import Control
 from meshcee.errors import UsageError
 from meshcee.events import Event
+from meshcee.sampling import Reading
 from meshcee.user_code import calling
 
 __all__ = ["Listeners", "called"]
@@ -35,6 +36,7 @@ class Listeners:
         self._has_plan = self._is_over = False
         self._saved = -1  # the checkpoint that was told of last
         self.around: contextlib.AbstractContextManager[Any] = _NONE  # the user's own callbacks
+        self.reading: Reading | None = None
         self.waits = max((one.waits for one in self._callbacks), key=ORDER.index, default="never")
 
     def event(self, name: str, *what: Any) -> Callable[[], None] | None:
@@ -45,10 +47,23 @@ class Listeners:
             for one in heard:
                 of_function = one.of_function if isinstance(one, _Each) else ""
                 is_ours = not of_function and type(one).__module__.startswith("meshcee.")
-                with calling(of_function or f"{type(one).__name__}.{name}"), _NONE if is_ours else self.around:
+                who = of_function or f"{type(one).__name__}.{name}"
+                reading = _NONE if is_ours else self._reading_by(who, name, what)
+                with calling(who), reading, _NONE if is_ours else self.around:
                     getattr(one, name)(self._control, *what)
 
         return call if heard else None
+
+    def _reading_by(self, who: str, name: str, what: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        """UsageError where this call changes what samples are read with, and steps to come have been read by then."""
+        if self.reading is None:
+            return _NONE
+        is_late = name in ("on_checkpoint", "on_loss", "on_change")
+        if name in ("on_step", "on_evaluate"):
+            (report,) = what
+            has_waited = self.waits == "steps" or (self.waits == "evaluations" and report.metrics)
+            is_late = report.step + 1 < report.steps and (self.reading.is_elsewhere or not has_waited)
+        return self.reading.by(who, is_late=is_late)
 
     def plan(self, plan: Any) -> Callable[[], None] | None:
         """It begins."""

@@ -11,7 +11,7 @@ import dataclasses
 import fnmatch
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,17 @@ from meshcee.errors import UsageError
 from meshcee.hf.library import transformers
 from meshcee.optim import PER_PARAMETER, Optimizer, Schedule
 
-__all__ = ["check", "optimizer_of", "patterns", "rate_after", "schedule_of", "steps_of", "words_of"]
+__all__ = [
+    "check",
+    "longer",
+    "optimizer_of",
+    "patterns",
+    "rate_after",
+    "schedule_of",
+    "steps_of",
+    "totals_of",
+    "words_of",
+]
 
 CARRIED_OUT = frozenset(
     re.findall(
@@ -220,13 +230,27 @@ def schedule_of(args: Any, steps: int) -> Schedule | None:
         return Schedule(f"{name.capitalize()}WithWarmup", warmup=warmup, steps=steps)
     built, _ = _library_schedule(args, warmup, steps)
     if isinstance(built, torch.optim.lr_scheduler.LambdaLR):
-        return Schedule("LambdaLR", lr_lambda=_Factor(name, warmup, steps, options, built.lr_lambdas[0]))
+        return Schedule("LambdaLR", lr_lambda=_Factor(args, steps, built.lr_lambdas[0]))
     if name in LOOK_AT_EVALUATIONS:
         return None
     raise UsageError(
         f"lr_scheduler_type={name!r} is a {type(built).__name__}, which is not known here: write 'linear' or 'cosine', or use "
         "meshcee.Job"
     )
+
+
+def totals_of(described: Any) -> list[int]:
+    """Over how many steps the schedules go that stand in a run's description, as `schedule_of` and `longer` have made them."""
+    return [int(steps) for steps in re.findall(r"\bsteps\W+(\d+)", str(described))]
+
+
+def longer(args: Any, totals: Sequence[int]) -> Schedule:
+    """As the library's trainer goes on with more steps, again and again: the first of them has the rate of the schedule before."""
+    parts = []
+    for steps in totals:
+        built, _ = _library_schedule(args, args.get_warmup_steps(steps), steps)
+        parts.append((steps, _Factor(args, steps, built.lr_lambdas[0])))
+    return Schedule("LambdaLR", lr_lambda=_Longer(parts))
 
 
 LOOK_AT_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")
@@ -255,9 +279,22 @@ def _library_schedule(args: Any, warmup: int, steps: int) -> tuple[Any, torch.op
 class _Factor:
     """What a schedule of the library multiplies the rate by, under a name that says all of it: runs are compared by that."""
 
-    def __init__(self, name: str, warmup: int, steps: int, options: Any, factor: Any) -> None:
-        self.__qualname__ = f"{name}(warmup={warmup}, steps={steps}, {options})"
+    def __init__(self, args: Any, steps: int, factor: Any) -> None:
+        name, warmup = args.lr_scheduler_type.value, args.get_warmup_steps(steps)
+        over = "" if name == "inverse_sqrt" else f"steps={steps}, "  # which has no end
+        self.__qualname__ = f"{name}(warmup={warmup}, {over}{args.lr_scheduler_kwargs})"
         self._factor = factor
 
     def __call__(self, step: int) -> float:
         return float(self._factor(step))
+
+
+class _Longer:
+    """Several, each to its last step and the one behind it."""
+
+    def __init__(self, parts: Sequence[tuple[int, _Factor]]) -> None:
+        self.__qualname__ = " then ".join(factor.__qualname__ for _, factor in parts)
+        self._parts = parts
+
+    def __call__(self, step: int) -> float:
+        return next((factor for steps, factor in self._parts if step <= steps), self._parts[-1][1])(step)

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,6 +29,7 @@ from meshcee.hf.library import transformers
 from meshcee.hf.loss import eval_loss
 from meshcee.hf.samples import Outputs
 from meshcee.reach.code import line_of
+from meshcee.sampling import Reading
 from meshcee.user_code import calling
 
 __all__ = ["NOTES", "Bridge", "StepBridge", "handler_of", "read_notes", "refuse_unheard", "steers_steps"]
@@ -46,6 +48,10 @@ ABSENT = (
     "optimizer, lr_scheduler and the dataloaders of a TrainerCallback are None here, and while train() is under way so is model: "
     "a learning rate follows lr_scheduler_type, or run.set_lr in a meshcee.Callback; for all else ask what the script has made"
 )
+READ_AHEAD = (
+    "the library's loop reads a micro-batch ahead of this event, which none does here: change it in on_epoch_begin; or for each "
+    'step in on_step of a meshcee.Callback whose class has waits = "steps", then it counts from the next step on'
+)
 FIXED = arguments.CARRIED_OUT - arguments.READ_LATER  # what a callback cannot change any more
 
 
@@ -62,6 +68,8 @@ def handler_of(args: Any, callbacks: Sequence[Any], model: Any, processing_class
     own = thread.submit(threading.get_ident).result()
 
     class InOneThread(CallbackHandler):  # type: ignore[misc]
+        reading: Any = nullcontext  # around what callbacks of the user's do
+
         def call_event(self, event: str, *what: Any, **more: Any) -> Any:
             if threading.get_ident() == own:  # a callback has caused it
                 return self._call(event, *what, **more)
@@ -72,7 +80,9 @@ def handler_of(args: Any, callbacks: Sequence[Any], model: Any, processing_class
             for one in [*self.callbacks]:
                 alone = copy.copy(self)
                 alone.callbacks = [one]
-                with _heeding(one, event, args, self.model) if trains and _is_own(type(one)) else nullcontext():
+                heeded = trains and _is_own(type(one))
+                reading = self.reading(f"{type(one).__name__}.{event}") if heeded else nullcontext()
+                with reading, _heeding(one, event, args, self.model) if heeded else nullcontext():
                     control = CallbackHandler.call_event(alone, event, args, state, control, **more)
             return control
 
@@ -166,10 +176,12 @@ class Bridge(Callback):
         outputs: Outputs | None = None,
         measure: Callable[[Any, Any], Mapping[str, float]] | None = None,
         notes: Mapping[str, Any] | None = None,
+        reading: Reading | None = None,
     ) -> None:
         self.args, self.handler, self.state, self.per_epoch = args, handler, state, per_epoch
         self.control = transformers().TrainerControl()
         self._outputs, self._measure, self._notes = outputs, measure, notes or {}
+        self._reading = reading
         self.run_id: str | None = None
         self.begins = 0  # how many steps were done before
         self._losses: list[float] = []  # of all steps
@@ -278,6 +290,8 @@ class Bridge(Callback):
         self._write()
 
     def _hear(self, event: str, *more: Any, state: Any = None) -> None:
+        if self._reading is not None:
+            self.handler.reading = partial(self._reading.by, is_late=self._is_late(event), why=READ_AHEAD)
         try:
             with calling(f"{event} of a TrainerCallback"):
                 self.control = getattr(self.handler, event)(self.args, state or self.state, self.control, *more)
@@ -285,6 +299,14 @@ class Bridge(Callback):
             if "NoneType" not in str(error.__cause__):
                 raise
             raise UsageError(f"{error}; {ABSENT}") from error.__cause__
+
+    def _is_late(self, event: str) -> bool:
+        """Whether samples of steps to come have been read when this event comes, here or in the library's loop."""
+        assert self._reading is not None
+        if event == "on_train_begin" or self.state.global_step >= self.state.max_steps:
+            return False
+        is_between = event == "on_epoch_begin" or (self._ends_epoch and event not in ("on_step_begin", "on_save"))
+        return self._reading.is_elsewhere or not is_between
 
     @property
     def _ends_epoch(self) -> bool:
@@ -397,7 +419,9 @@ class Bridge(Callback):
         known = state.best_metric is not None
         if math.isnan(metrics[name]) or (known and not better(metrics[name], state.best_metric)):
             return False
-        state.best_metric, state.best_global_step = metrics[name], state.global_step
+        state.best_metric = metrics[name]
+        if self.args.save_strategy.value != "no":
+            state.best_global_step = state.global_step
         return True
 
     def _decide(self, metrics: Mapping[str, float]) -> float | None:

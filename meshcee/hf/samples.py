@@ -34,9 +34,19 @@ class Samples:
                 "DataLoader its .dataset"
             )
         self._data, self._columns, self.name = data, columns, name
+        self._multiple = 1
+
+    def drop_last(self, size: int) -> None:
+        """Have as many as fill micro-batches of this size. UsageError where these are none."""
+        if size > len(self._data) > 0:
+            raise UsageError(
+                f"{self.name} has {len(self._data)} samples, and dataloader_drop_last=True leaves out what fills no micro-batch of "
+                f"{size}: give more samples, or leave dataloader_drop_last out"
+            )
+        self._multiple = size
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self._data) // self._multiple * self._multiple
 
     def __getitem__(self, i: int) -> tuple[int, Any]:
         row = self._data[i]

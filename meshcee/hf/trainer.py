@@ -36,7 +36,7 @@ from meshcee.reach.code import line_of
 from meshcee.run import join as joined
 from meshcee.run import run_blocking
 from meshcee.run import train as trained
-from meshcee.sampling import NO_STEP, batch_of
+from meshcee.sampling import NO_STEP, Reading, batch_of
 from meshcee.user_code import calling, library_of
 
 __all__ = ["Trainer"]
@@ -182,11 +182,15 @@ class Trainer:
             max_steps=job.steps, num_train_epochs=-(-job.steps // per_epoch), train_batch_size=job.micro_batch_size
         )
         self.state.compute_steps(self.args, job.steps)
+        job = self._going_on(job, resume)
         outputs = job.metrics.get(OUTPUTS)
         assert outputs is None or isinstance(outputs, Outputs)
         kind = StepBridge if steers_steps(self.callback_handler.callbacks) else Bridge
         measured = partial(self._measured, "eval")
-        bridge = kind(self.args, self.callback_handler, self.state, per_epoch, outputs, measured, notes)
+        named = {name: vars(self)[name] for name in ("data_collator", "train_dataset", "eval_dataset")}
+        bridge = kind(
+            self.args, self.callback_handler, self.state, per_epoch, outputs, measured, notes, Reading(job, named)
+        )
         began_s = time.time()
         join, local = self._where
         heard = [bridge, *self._callbacks]
@@ -209,6 +213,24 @@ class Trainer:
         self.control = bridge.control
         return library.trainer_utils.TrainOutput(self.state.global_step, loss, figures)
 
+    def _going_on(self, job: Job, resume: str | None) -> Job:
+        """With the rates that the run had, where it has done all its steps and these are more."""
+        if resume is None or self._made.is_users or job.schedule is None:
+            return job
+        run = Home().run(resume.partition("@")[0])
+        totals = arguments.totals_of((run.about.job or {}).get("schedule"))
+        if not totals or [job.steps] == totals:
+            return job
+        done = len(run.reports())
+        if job.steps != totals[-1] and done < totals[-1]:
+            raise UsageError(
+                f"run {run.id} has done {done} of {totals[-1]} steps, and its rates (lr_scheduler_type="
+                f"{self.args.lr_scheduler_type.value!r}) follow from that number: go on with max_steps={totals[-1]}, and raise it "
+                "behind the last step"
+            )
+        totals += [job.steps] if job.steps > totals[-1] else []
+        return replace(job, schedule=arguments.longer(self.args, totals))
+
     def _built(self) -> Job:
         """This script, in the words of a Job."""
         args, state = self.args, transformers().TrainerState()
@@ -224,7 +246,7 @@ class Trainer:
         if when != "no" and self.eval_dataset is None:
             raise UsageError(f"eval_strategy={when!r} needs eval_dataset=...")
         batches = self._batches(lengths=lengths_of(looked_at))
-        held_out = None if when == "no" else self._samples(self.eval_dataset, "eval_dataset")
+        held_out = None if when == "no" else self._evaluated(self.eval_dataset, "eval_dataset")
         if held_out is not None:
             self._looked_at(held_out, batches)
         metrics: dict[str, Any] = {} if when == "no" else losses_of(args.logging_nan_inf_filter)
@@ -294,7 +316,7 @@ class Trainer:
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
             raise UsageError("evaluate() needs eval_dataset=...")
-        samples = self._samples(data, "eval_dataset")
+        samples = self._evaluated(data, "eval_dataset")
         wants = self.compute_metrics is not None and not self.args.prediction_loss_only
         began_s = time.time()
         loss, predictions, labels = self._round(samples, ignore_keys, collects=wants)
@@ -309,7 +331,7 @@ class Trainer:
         self, test_dataset: Any, ignore_keys: Sequence[str] | None = None, metric_key_prefix: str = "test"
     ) -> Any:
         """The model's outputs for each sample, in their order: the library's PredictionOutput. Samples need no labels."""
-        samples, known = self._samples(test_dataset, "test_dataset"), {}
+        samples, known = self._evaluated(test_dataset, "test_dataset"), {}
         if self.train_dataset is not None and len(samples):
             known = self._inputs(self._samples(self.train_dataset, "train_dataset"), 0, self._batches())
         here = self._inputs(samples, 0, self._batches()) if len(samples) else {}
@@ -450,6 +472,12 @@ class Trainer:
                 "label_ids",
             }
         return Samples(data, columns, name=name)
+
+    def _evaluated(self, data: Any, name: str) -> Samples:
+        """Without those that fill no micro-batch, where the library leaves them out."""
+        found = self._samples(data, name)
+        found.drop_last(self.args.per_device_train_batch_size if self.args.dataloader_drop_last else 1)
+        return found
 
     def _batches(self, **more: Any) -> Batches:
         return Batches(self.data_collator, self._label_names(), self._counting, **more)

@@ -75,11 +75,16 @@ class Schedule:
         """The options, for who compares two runs."""
         return repr(sorted((key, _named(value)) for key, value in self.options.items()))
 
+    @property
+    def factor(self) -> Callable[[int], float] | None:
+        """What the rate is multiplied by at each step, where its name and numbers say that."""
+        return partial(WARMUPS[self.name][0], **self.options) if self.name in WARMUPS else None
+
     def build(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
         options = dict(self.options)
-        if self.name in WARMUPS:
+        if self.factor is not None:
             kind = torch.optim.lr_scheduler.LambdaLR
-            options = {"lr_lambda": partial(WARMUPS[self.name][0], **options)}
+            options = {"lr_lambda": self.factor}
         else:
             kind = getattr(torch.optim.lr_scheduler, self.name)
         if "schedulers" in options:

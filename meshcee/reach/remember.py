@@ -14,12 +14,13 @@ import contextvars
 import enum
 import functools
 import inspect
+import itertools
 import operator
 import random
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,11 +30,11 @@ from torch import nn
 from meshcee.reach.code import is_users, line_of, method_of, names_in, slots_of
 from meshcee.reach.content import RANDOM, Backup, Content, attribute_of, content_of, variable_of
 
-__all__ = ["Remembered"]
+__all__ = ["Reached", "Remembered"]
 
-_DEPTH, _MOST, _MOST_ITEMS = 6, 50_000, 1000
+_DEPTH = 6
+_MOST_IDS = 256  # objects of a container, and numbers of an array, that are looked at
 _OWN = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook"})
-_NOT_STATE = frozenset({"torch", "logging", "builtins", "functools", "meshcee", "_pytest"})
 _OF_C = frozenset({*sys.stdlib_module_names, "numpy"})
 _SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _OF_FUNCTIONS = ("forward", "setup_context", "backward", "vjp")  # what `apply` and autograd call
@@ -48,6 +49,10 @@ class Remembered:
     """What the model and the loss reach: values by their place in words, and what puts it all back."""
 
     most_bytes: float = 1 << 20  # of numbers that are looked at, and put back
+    most_values = 50_000
+    passed_over = frozenset(
+        {"torch", "logging", "builtins", "functools", "meshcee", "_pytest"}
+    )  # packages without state
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any], *, keeps: bool = True) -> None:
         """`keeps`: whether it shall be put back."""
@@ -116,6 +121,10 @@ class Remembered:
 
     def _of_tensor(self, tensor: torch.Tensor) -> Any:
         return str(tensor.dtype), tuple(tensor.shape)
+
+    def _items(self, container: Any) -> int:
+        """How many of them are visited."""
+        return min(len(container), 1000)
 
     def _of_bytes(self, held: memoryview | bytes, nbytes: int) -> int:
         return hash(bytes(held)) if nbytes < self.most_bytes else 0
@@ -201,7 +210,7 @@ class Remembered:
         return self._methods[kind]
 
     def _visit(self, place: str, look: _Look, depth: int, line: str) -> None:
-        if len(self.values) > _MOST or depth > _DEPTH:
+        if len(self.values) > self.most_values or depth > _DEPTH:
             return
         item = look()
         if line:
@@ -215,10 +224,10 @@ class Remembered:
         if not self._put(place, look) and not isinstance(item, types.ModuleType):
             self._inside(place, item, depth, line)
         if isinstance(item, list | tuple | collections.deque):
-            for i in range(min(len(item), _MOST_ITEMS)):
+            for i in range(self._items(item)):
                 self._visit(f"[{i}] of {place}", functools.partial(operator.getitem, item, i), depth + 1, line)
         elif isinstance(item, dict):
-            for i, key in enumerate(list(dict.keys(item))[:_MOST_ITEMS]):
+            for i, key in enumerate(list(dict.keys(item))[: self._items(item)]):
                 look = functools.partial(dict.__getitem__, item, key)
                 said = f"{key!r:.40}" if isinstance(key, _SCALARS) else f"key {i}"  # a tensor's words change with it
                 self._visit(f"[{said}] of {place}", look, depth + 1, line)
@@ -240,7 +249,7 @@ class Remembered:
         elif isinstance(item, type):
             self._class(item, depth)
         else:
-            if _root(item) not in _NOT_STATE:
+            if _root(item) not in self.passed_over:
                 self._object(place, item, depth, line)
             if _root(item) in _OF_C:
                 self._built(place, item, depth, line)
@@ -314,6 +323,54 @@ class Remembered:
         for name, module in modules.items():  # last, as they may lead back to here
             if vars(module) is not space:
                 self._space(code, vars(module), f"{words}{name}.", depth + 1)
+
+
+class Reached(Remembered):
+    """What these objects hold and their code names, by place, in a millisecond or two: of many values those that lie nearest."""
+
+    most_bytes = 1 << 12
+    most_values = 500
+    passed_over = frozenset({"logging", "builtins", "functools", "_pytest"})
+
+    def __init__(self, roots: Mapping[str, Any]) -> None:
+        self._waiting: collections.deque[tuple[str, _Look, int, str]] = collections.deque()
+        super().__init__(nn.Module(), _same, keeps=False)
+        self._names |= {"__getitem__", "__getitems__", "__iter__", "__next__", "__len__"}  # which syntax calls
+        for name, it in roots.items():
+            self._visit(name, functools.partial(_same, it), 0, "")
+        while self._waiting:
+            with contextlib.suppress(LookupError, AttributeError, ValueError, RuntimeError):  # a thread writes there
+                super()._visit(*self._waiting.popleft())
+
+    def changed(self, other: Remembered) -> list[str]:
+        return [place for place in super().changed(other) if other.is_seen(place)]
+
+    def is_seen(self, place: str) -> bool:
+        return type(self.values[place]) is not _Unseen and self.is_used(place)
+
+    def _visit(self, place: str, look: _Look, depth: int, line: str) -> None:
+        self._waiting.append((place, look, depth, line))
+
+    def _items(self, container: Any) -> int:
+        return len(container) if len(container) <= 64 else 0  # else it has samples: others may come, and none changes
+
+    def _built(self, place: str, item: Any, depth: int, line: str) -> None:
+        pass  # it is another object each time
+
+    def _line(self, code: Any, name: str) -> str:
+        return ""
+
+    def _of_tensor(self, tensor: torch.Tensor) -> Any:
+        return *super()._of_tensor(tensor), tensor._version, id(tensor)
+
+    def _value(self, item: Any) -> Any:
+        found = super()._value(item)
+        if isinstance(item, list | dict):
+            some = list(itertools.islice(item.values() if isinstance(item, dict) else item, _MOST_IDS))
+            return *found, hash(tuple(map(id, some)))
+        if isinstance(item, np.ndarray) and item.nbytes >= self.most_bytes and not item.dtype.hasobject:
+            return *found, id(item), hash(item.flat[:: -(-item.size // _MOST_IDS)].tobytes())
+        return found
 
 
 def _same(it: Any) -> Any:

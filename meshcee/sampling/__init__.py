@@ -4,7 +4,7 @@ The order of samples, the generators around each read, batches from samples, wha
 each step. The owner and the plain loop share this room; members never see a dataset. What few jobs need is imported by name.
 """
 
-from meshcee.sampling.again import FED, repeats, unrepeatable
+from meshcee.sampling.again import FED, Reading, repeats, unrepeatable
 from meshcee.sampling.data import batch_of, batched, call_model, inputs_of, rebuild, stack
 from meshcee.sampling.hyper import HyperSchedule, scheduled
 from meshcee.sampling.order import GENERATORS, NO_STEP, collated, draw, generators_put_back, read
@@ -16,6 +16,7 @@ __all__ = [
     "GENERATORS",
     "NO_STEP",
     "HyperSchedule",
+    "Reading",
     "Source",
     "batch_of",
     "batched",

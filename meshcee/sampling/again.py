@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import structlog
 import torch
 
 from meshcee.errors import MeshceeError, UsageError
+from meshcee.events import Event
 from meshcee.files.tensor_files import byte_view, flat_bytes
 from meshcee.job import At, Job
+from meshcee.reach import Reached
 from meshcee.sampling.data import batched, inputs_of
 from meshcee.sampling.order import NO_STEP, drawn, read
 from meshcee.sampling.source import inputs_of_one, probes
 from meshcee.sampling.traces import Traces, leaving_nothing
 from meshcee.user_code import as_number, calling
 
-__all__ = ["FED", "MOST_BYTES", "alike", "check_samples", "repeats", "sample_digests", "unrepeatable"]
+__all__ = ["FED", "MOST_BYTES", "Reading", "alike", "check_samples", "repeats", "sample_digests", "unrepeatable"]
 
 log = structlog.get_logger()
 
@@ -32,6 +35,7 @@ MOST_BYTES = 4 << 30
 LOOKED_AT = 16  # samples that are read twice
 AT_LEAST = 4  # of them, when they take longer than
 LOOK_S = 1.0
+ALONE_S = 0.02
 COLLATE, WEIGHT = "Job.collate", "Job.weight"
 
 Raw = Mapping[str, torch.Tensor]  # inputs of one micro-batch by name
@@ -194,6 +198,48 @@ def sample_digests(job: Job) -> dict[str, str]:
     return found
 
 
+class Reading:
+    """What a job's samples are read with, `more` of it by other names: who changes that while others are read ahead is refused."""
+
+    def __init__(self, job: Job, more: Mapping[str, Any] | None = None) -> None:
+        own = {"collate": job.collate, "weight": job.weight, "sampler": job.sampler, "data": job.data}
+        self._job = job
+        self._roots = {**(more or {}), **own, "eval_data": job.eval_data}
+        self._digests: Mapping[str, str] | None = None
+        self._is_told = False
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """In other processes, which never see a change."""
+        return self._job.workers > 0
+
+    @contextmanager
+    def by(self, who: str, *, is_late: bool, why: str = "") -> Iterator[None]:
+        """Around a call of the user's. `is_late`: UsageError where samples are others behind it, with what to do; a change that
+        shows in none of a few samples is told of once."""
+        if self._is_told or (self._digests is None and not is_late):
+            yield
+            return
+        self._digests = self._digests or sample_digests(self._job)
+        before = Reached(self._roots)
+        yield
+        after = Reached(self._roots)
+        if not (places := before.changed(after)):
+            return
+        time.sleep(ALONE_S)
+        by_itself = {*after.changed(Reached(self._roots))}  # as of a thread of the data's
+        if not (places := [place for place in places if place not in by_itself]):
+            return
+        if not is_late:
+            self._digests = None
+        elif sample_digests(self._job) != self._digests:
+            why = _ELSEWHERE.format(self._job.workers) if self.is_elsewhere else why or _LATE
+            raise UsageError(f"{who} changes {places[0]}, with which samples are read, and {why}")
+        else:
+            log.warning(Event.READING_CHANGED, callback=who, changed=places[0])
+            self._is_told = True
+
+
 def _digest(inputs: Raw) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(inputs.items()):
@@ -217,6 +263,14 @@ def check_samples(own: Mapping[str, str], run: Mapping[str, str]) -> None:
         )
 
 
+_LATE = (
+    'steps to come have been read by then: change it in on_step of a meshcee.Callback whose class has waits = "steps"; then it '
+    "counts from the next step on"
+)
+_ELSEWHERE = (
+    "the {} processes that read them never see it: leave workers (dataloader_num_workers) out, and change it in on_step of a "
+    'meshcee.Callback whose class has waits = "steps"'
+)
 _ANOTHER = (
     "data[{}] is another sample when it is read again: it must draw from `random`, `numpy.random` or torch's own "
     "generator only"

@@ -138,18 +138,21 @@ def some_rates(optimizer: Optimizer, schedule: Schedule | None, steps: int) -> l
 
 
 def rate_digests(optimizer: Optimizer, schedule: Schedule | None, steps: int, *more: int) -> dict[int, str]:
-    """Of all rates before some steps, the last of `steps` and `more` among them; nothing for a schedule without functions.
+    """Of all rates before some steps, the last of `steps` and `more` among them; nothing for a schedule whose words say all.
 
     The others are the first steps, and then each is an eighth later. Of very many it has what `DIGEST_S` allows. All epochs of a
     run have the same.
     """
-    functions = list(_functions(schedule))
-    if schedule is None or not functions:
+    if schedule is None:
+        return {}
+    functions = list(_functions(schedule)) if schedule.factor is None else [schedule.factor]
+    if not functions:
         return {}
     asked = optimizer, {steps, *more, *itertools.accumulate(range(200), lambda end, _: end + 1 + end // 8)}
     if (known := _digested.get(schedule)) is not None and known[0] == asked:
         return known[1]
-    driven = HyperSchedule(optimizer, schedule) if schedule.name != "LambdaLR" else None  # its functions say all
+    says_all = schedule.name == "LambdaLR" or schedule.factor is not None  # its functions
+    driven = None if says_all else HyperSchedule(optimizer, schedule)
     found, digest, until_s = dict[int, str](), xxhash.xxh64(), time.monotonic() + DIGEST_S
     with calling("the schedule"):
         for step in range(steps):

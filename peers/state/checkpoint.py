@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,12 +109,16 @@ def _in_words(value: Any) -> str:
 
 def check_same(job: Job, captured: Capture, run: Mapping[str, Any], micro_batch: int) -> None:
     """Raises UsageError naming what this job and a run with that `description` do not have in common."""
+    own_rates = partial(rate_digests, job.optimizer, job.schedule, job.steps)
     for key, value in loads(dumps(description(job, captured))).items():
         said = run.get(key, value)  # a run of an older version says less
+        rates = dict(run.get("all_rates", ())) if key == "schedule" and said != value else {}
+        if rates and own_rates(*rates).items() >= rates.items():  # another name, and the rates that the run had
+            continue
         if key == "rates":  # a run with fewer steps says fewer
             value, said = value[: len(said)], said[: len(value)]
         if key == "all_rates" and said != value:  # and of other ones
-            own = rate_digests(job.optimizer, job.schedule, job.steps, *(end for end, _ in said))
+            own = own_rates(*(end for end, _ in said))
             said = [[end, digest] for end, digest in said if end in own]
             value = [[end, own[end]] for end, _ in said]
         if value != said:

@@ -218,7 +218,7 @@ def test_a_parameter_of_another_copy_is_refused(precision: str) -> None:
         meshcee.capture(replace(job, loss=itself(copy.deepcopy(job.model))))
 
 
-class Held(nn.Module):
+class Reached(nn.Module):
     """What it computes with lies in lists, too. `how`: what is done with that."""
 
     def __init__(self, how: str, width: int = 8) -> None:
@@ -266,7 +266,7 @@ class Held(nn.Module):
 def test_what_lies_in_a_list_is_the_models_own(how: str, precision: str, built: bool) -> None:
     """Of a function that builds the model, large tensors are stand-ins."""
     job = replace(job_of("a method of the model", precision), loss=F.cross_entropy)
-    model = partial(Held, how, 4096) if built else Held(how)
+    model = partial(Reached, how, 4096) if built else Reached(how)
     assert meshcee.check(replace(job, model=model), stages=(1, 3)).differs == ""
 
 
@@ -280,7 +280,7 @@ def test_what_lies_in_a_list_is_the_models_own(how: str, precision: str, built: 
     ],
 )
 def test_what_a_graph_cannot_do_with_it_is_refused(how: str, said: str) -> None:
-    job = replace(job_of("a method of the model", "fp32"), loss=F.cross_entropy, model=Held(how))
+    job = replace(job_of("a method of the model", "fp32"), loss=F.cross_entropy, model=Reached(how))
     with pytest.raises(CaptureError, match=said):
         meshcee.capture(job)
 

@@ -110,13 +110,13 @@ class Average(Doubled):
         return grad / Average.mean
 
 
-class Held(Doubled):
+class Reached(Doubled):
     mean = torch.zeros(())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        Held.mean = 0.9 * Held.mean + 0.1 * grad.abs().mean()
-        return grad * (1 + Held.mean)
+        Reached.mean = 0.9 * Reached.mean + 0.1 * grad.abs().mean()
+        return grad * (1 + Reached.mean)
 
 
 class Counted(Doubled):
@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     ),
     "a backward that writes": (lambda h: Written.apply(h), rf"in place .*mul_.* at .*{HERE} .*clone\(\) of it"),
     "a mean that backward keeps": (Average.apply, rf"Average at .*{HERE}.*changes attribute 'mean' of class Average"),
-    "a mean that was there": (Held.apply, rf"Held at .*{HERE}.*changes attribute 'mean' of class Held"),
+    "a mean that was there": (Reached.apply, rf"Reached at .*{HERE}.*changes attribute 'mean' of class Reached"),
     "a counter in a dict": (Counted.apply, r"changes \['calls'\] of the global 'COUNTED'"),
     "a counter": (Global.apply, r"changes the global 'calls'"),
     "a list that is a default": (Default.apply, r"changes default 0 of backward"),
@@ -210,11 +210,11 @@ def test_another_function_is_refused(what: str) -> None:
 
 
 def test_what_backward_has_changed_while_it_was_traced_is_put_back() -> None:
-    for function in (Average, Held, Counted, Global, Default):
+    for function in (Average, Reached, Counted, Global, Default):
         with pytest.raises(CaptureError):
             meshcee.capture(small(Applied(function.apply)))
     assert Average.mean is None
-    assert torch.equal(Held.mean, torch.zeros(()))
+    assert torch.equal(Reached.mean, torch.zeros(()))
     assert (COUNTED, calls, Default.backward.__defaults__) == ({"calls": 0}, 0, ([],))
 
 

@@ -391,6 +391,14 @@ def test_a_metric_that_evaluations_do_not_have_is_named(tmp_path: Path) -> None:
         story.step(0, 0.1)
 
 
+def test_without_checkpoints_no_step_is_the_best_one(tmp_path: Path) -> None:
+    """As in the library, which has the metric alone then."""
+    story = Story(arguments(tmp_path, **{**LOOKS, "save_strategy": "no"}))
+    story.call(story.listeners.plan(None))
+    story.step(0, 0.5)
+    assert (story.state.best_metric, story.state.best_global_step) == (0.5, None)
+
+
 # -- a schedule that looks at evaluations --------------------------------------------------------------------------
 
 LOOKS: dict[str, Any] = {

@@ -334,6 +334,94 @@ def test_a_micro_batch_without_labels_counts_in_an_evaluation_as_in_the_library(
 
 
 @pytest.mark.slow
+def test_an_evaluation_leaves_out_what_the_library_leaves_out(tmp_path: Path) -> None:
+    """With dataloader_drop_last, while a run trains, afterwards, and in predictions; and the best step is theirs."""
+    rates = {"learning_rate": 0.0, "max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no"}
+    sizes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 1}
+    args = arguments(tmp_path, dataloader_drop_last=True, metric_for_best_model="accuracy", **sizes, **rates)
+    held_out, model = reviews(10), classifier()
+    bare = [{key: value for key, value in row.items() if key != "note"} for row in held_out]
+    theirs = transformers.Trainer(
+        copy.deepcopy(model), args, train_dataset=bare[:4], eval_dataset=bare, compute_metrics=accuracy
+    )
+    theirs.train()
+    measured, others = theirs.evaluate(), theirs.predict(bare)
+    trainer = Trainer(model, args, train_dataset=held_out[:4], eval_dataset=held_out, compute_metrics=accuracy, local=1)
+    trainer.train()
+    found = [line for line in trainer.state.log_history if "eval_loss" in line]
+    for each in (*found, trainer.evaluate()):
+        assert each["eval_loss"] == pytest.approx(measured["eval_loss"], rel=1e-6)
+        assert each["eval_accuracy"] == measured["eval_accuracy"]
+    assert len(found) == 1
+    best = theirs.state.best_metric, theirs.state.best_global_step
+    assert (trainer.state.best_metric, trainer.state.best_global_step) == best == (best[0], None)
+    ours = trainer.predict(held_out)
+    assert len(ours.predictions) == len(others.predictions) == 8
+    assert ours.predictions == pytest.approx(others.predictions, rel=1e-5)
+    assert (ours.label_ids == others.label_ids).all()
+    with pytest.raises(UsageError, match="eval_dataset has 3 samples, and dataloader_drop_last=True leaves out"):
+        trainer.evaluate(held_out[:3])
+
+
+class Level:
+    """A data_collator that makes samples harder, and notes how hard."""
+
+    def __init__(self) -> None:
+        self.level, self.read = 0, list[int]()
+
+    def __call__(self, rows: list[Any]) -> dict[str, torch.Tensor]:
+        self.read.append(self.level)
+        found = {name: torch.tensor([row[name] for row in rows]) for name in ("input_ids", "attention_mask", "labels")}
+        return found | {"input_ids": (found["input_ids"] + self.level) % WORDS}
+
+
+def harder(event: str, level: Level) -> Any:
+    """A callback that sets it at this event."""
+
+    def hear(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
+        level.level = state.global_step
+
+    return type("Harder", (transformers.TrainerCallback,), {event: hear})()
+
+
+@pytest.mark.slow
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("event", ["on_epoch_begin", "on_epoch_end"])
+def test_what_a_callback_changes_between_epochs_counts_as_in_the_library(event: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path, save_strategy="no", remove_unused_columns=False)
+    found = []
+    for kind, where in ((transformers.Trainer, {}), (Trainer, {"local": 1})):
+        level = Level()
+        trainer = kind(llama(1), args, level, train_dataset=texts(8), callbacks=[harder(event, level)], **where)
+        trainer.train()
+        found.append(level.read[-8:])
+    assert found[0] == found[1] == [0, 0, 0, 0, 2, 2, 2, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(
+    ("event", "workers", "why"),
+    [
+        ("on_step_begin", 0, "a micro-batch ahead of this event.*on_epoch_begin"),
+        ("on_step_end", 0, 'a micro-batch ahead of this event.*waits = "steps"'),
+        ("on_log", 0, "a micro-batch ahead of this event"),
+        ("on_epoch_end", 1, "dataloader_num_workers"),
+    ],
+)
+def test_what_a_callback_changes_within_an_epoch_ends_the_run(
+    event: str, workers: int, why: str, tmp_path: Path
+) -> None:
+    """The library's loop has read the next micro-batch by then, and its numbers would be others."""
+    level = Level()
+    args = arguments(tmp_path, dataloader_num_workers=workers, remove_unused_columns=False, max_steps=6)
+    callbacks = [harder(event, level)]
+    trainer = Trainer(llama(1), args, level, train_dataset=texts(16), callbacks=callbacks, local=1)
+    with pytest.raises(UsageError, match=rf"^Harder\.{event} changes attribute 'level' of data_collator, .*{why}"):
+        trainer.train()
+
+
+@pytest.mark.slow
 def test_a_model_in_eval_mode_is_trained_with_its_dropout(tmp_path: Path) -> None:
     """As the library's train() calls model.train(); scripts leave the mode that generate() or an evaluation wants."""
     peft = pytest.importorskip("peft", reason="the hf extra is not installed")
@@ -349,6 +437,53 @@ def test_a_model_in_eval_mode_is_trained_with_its_dropout(tmp_path: Path) -> Non
         found.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
     assert len(found[0]) == 2
     assert found[0] == found[1]
+
+
+class Rates(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """What the library's optimizer has in each step."""
+
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        self.found.append(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.slow
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("kind", ["linear", "polynomial", "inverse_sqrt"])
+def test_a_run_that_has_done_its_steps_goes_on_with_more_as_in_the_library(kind: str, tmp_path: Path) -> None:
+    """Twice, and stopped within; the rates are those of the library's own trainer, which resumes its own checkpoints."""
+    lives = (3, 6, 8)
+
+    def args_of(steps: int) -> Any:
+        return arguments(tmp_path, max_steps=steps, lr_scheduler_type=kind, warmup_steps=1, learning_rate=0.5**7)
+
+    rates = Rates()
+    for steps in lives:
+        bare = [{name: text[name] for name in ("input_ids", "attention_mask", "labels")} for text in texts(8)]
+        theirs = transformers.Trainer(llama(1), args_of(steps), train_dataset=bare, callbacks=[rates])
+        theirs.train(resume_from_checkpoint=steps > lives[0])
+    assert len(rates.found) == lives[-1]
+
+    def script(steps: int, *callbacks: Any) -> Trainer:
+        return Trainer(llama(1), args_of(steps), train_dataset=texts(8), callbacks=[*callbacks], local=1)
+
+    last = script(lives[-1])
+    assert last.job is not None
+    times = [rate * 2.0**7 for rate in (*rates.found, 0.0)]
+    plain = meshcee.plain(replace(last.job, schedule=meshcee.Schedule("LambdaLR", lr_lambda=times.__getitem__)))
+    script(3).train()
+    script(6, Stops(5)).train(resume_from_checkpoint=True)
+    if kind != "inverse_sqrt":
+        with pytest.raises(UsageError, match=r"has done 5 of 6 steps, and its rates .* go on with max_steps=6"):
+            script(8).train(resume_from_checkpoint=True)
+    script(6).train(resume_from_checkpoint=True)
+    last.train(resume_from_checkpoint=True)
+    lines = [line for line in last.state.log_history if "loss" in line]
+    assert [line["learning_rate"] for line in lines] == rates.found
+    assert [line["loss"] for line in lines] == plain.losses
+    assert equal(last.model.state_dict(), plain.state_dict)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from torch import nn
 import meshcee
 from meshcee.equality.watch import Watch
 from meshcee.job import Job
-from meshcee.reach import Backup, Remembered, content_of
+from meshcee.reach import Backup, Reached, Remembered, content_of
 from meshcee.sampling.traces import Traces
 
 Write = Callable[[], Any]
@@ -252,3 +252,44 @@ def test_objects_of_arrays_are_compared_one_by_one() -> None:
     it[1] = "c"
     kept.put_back()
     assert list(it) == [[1], "b"]
+
+
+class Rows:
+    """Data with all that a look is to see."""
+
+    def __init__(self) -> None:
+        self.level, self.of_nobody = 1, 1
+        self.rows = [{"x": [n]} for n in range(1000)]
+        self.numbers, self.tensor = np.zeros((100, 100)), torch.zeros(100, 100)
+        self.options = {"rate": 0.1}
+        self.iterator = iter([1, 2, 3])
+
+    def __getitem__(self, i: int) -> Any:
+        return self.level, self.rows[i], self.numbers[i], self.tensor[i], self.options["rate"], self.iterator
+
+
+def _fill(rows: Rows) -> None:
+    rows.numbers[...] = 1.0
+
+
+REACHED: dict[str, tuple[Callable[[Rows], Any], list[str]]] = {
+    "nothing": (lambda rows: rows[3], []),
+    "a number": (lambda rows: setattr(rows, "level", 2), ["attribute 'level' of data"]),
+    "an item": (
+        lambda rows: rows.options.update(rate=0.2),
+        ["attribute 'options' of data", "['rate'] of attribute 'options' of data"],
+    ),
+    "the order": (lambda rows: rows.rows.reverse(), ["attribute 'rows' of data"]),
+    "an array": (_fill, ["attribute 'numbers' of data"]),
+    "a tensor": (lambda rows: rows.tensor.add_(1), ["attribute 'tensor' of data"]),
+    "what no code names": (lambda rows: setattr(rows, "of_nobody", 2), []),
+    "an iterator": (lambda rows: next(rows.iterator), []),
+}
+
+
+@pytest.mark.parametrize("what", REACHED)
+def test_what_data_holds_and_reads_is_seen(what: str) -> None:
+    rows, (write, expected) = Rows(), REACHED[what]
+    before = Reached({"data": rows})
+    write(rows)
+    assert before.changed(Reached({"data": rows})) == expected

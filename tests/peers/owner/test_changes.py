@@ -15,6 +15,7 @@ from torch import nn
 
 import meshcee
 from meshcee.capture.export import Unchanged
+from meshcee.eager import plain_steps
 from meshcee.errors import UsageError
 from meshcee.events import Event
 from tests import mutation
@@ -225,3 +226,135 @@ def test_data_that_reads_weights_late_ends_the_run(collate: bool) -> None:
     with pytest.raises(UsageError, match=r"reads '0\.weight', which is trained"):
         meshcee.train(job, local=1, on_report=told.append)
     assert told
+
+
+# -- callbacks that change what samples are read with ----------------------------------------------------------------
+
+
+class Levels:
+    """A curriculum: samples are harder at each level."""
+
+    level, notes = 0, 0
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.notes > 1000:
+            raise AssertionError
+        return torch.full((4,), place / 32) + self.level, torch.ones(1)
+
+
+class Harder:
+    """The collate function of one."""
+
+    level = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        x, y = torch.utils.data.default_collate(samples)
+        return x + self.level, y
+
+
+def levels(**settings: Any) -> tuple[meshcee.Job, Any]:
+    data = Levels()
+    return dataclasses.replace(job_of(), data=data, **settings), data
+
+
+class Moves(meshcee.Callback):
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def on_step(self, run: Any, report: Any) -> None:
+        self.held.level = report.step + 1
+
+
+class Waits(Moves):
+    waits = "steps"
+
+
+class MovesOnEvaluate(meshcee.Callback):
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def on_evaluate(self, run: Any, report: Any) -> None:
+        self.held.level = report.step + 1
+
+
+class MovesOnCheckpoint(Waits):
+    def on_step(self, run: Any, report: Any) -> None:
+        if not report.step:
+            run.checkpoint()
+
+    def on_checkpoint(self, run: Any, steps: int, folder: Any) -> None:
+        self.held.level = steps
+
+
+def moves(held: Any) -> Callable[..., None]:
+    def on_each(run: Any, report: Any) -> None:
+        held.level = report.step + 1
+
+    return on_each
+
+
+LATE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "a function": (moves, "the callback on_each"),
+    "a callback": (Moves, r"Moves\.on_step"),
+    "with a checkpoint": (MovesOnCheckpoint, r"MovesOnCheckpoint\.on_checkpoint"),
+}
+
+
+@pytest.mark.parametrize("what", LATE)
+def test_a_callback_that_changes_what_has_been_read_ends_the_run(
+    what: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESHCEE_HOME", str(tmp_path))
+    job, data = levels(steps=40)
+    make, who = LATE[what]
+    with pytest.raises(UsageError, match=rf"^{who} changes attribute 'level' of data, .* waits = \"steps\""):
+        meshcee.train(job, local=1, callbacks=[make(data)], keeps=True)
+
+
+def test_it_may_be_in_collate_and_come_later() -> None:
+    collate = Harder()
+    job = dataclasses.replace(job_of(), steps=40, collate=collate)
+    late = moves(collate)
+    with pytest.raises(UsageError, match=r"changes attribute 'level' of collate.*steps to come have been read"):
+        meshcee.train(job, local=1, callbacks=[lambda run, report: late(run, report) if report.step == 20 else None])
+
+
+def test_processes_that_read_see_no_change_whoever_waits() -> None:
+    job, data = levels(workers=1)
+    with pytest.raises(UsageError, match=r"Waits\.on_step changes attribute 'level' .* processes .* leave workers"):
+        meshcee.train(job, local=1, callbacks=[Waits(data)])
+
+
+@pytest.mark.parametrize("kind", [Waits, MovesOnEvaluate])
+def test_what_a_callback_changes_that_was_waited_for_counts_from_the_next_step_on(kind: Any) -> None:
+    evaluated = {"eval_data": job_of().data, "eval_every": 1 if kind is MovesOnEvaluate else 0}
+    job, data = levels(**evaluated)
+    losses = []
+    for step, done in enumerate(plain_steps(job)):
+        losses.append(done.loss)
+        data.level = step + 1
+    assert len({*losses}) == 5
+    job, data = levels(**evaluated)
+    assert list(meshcee.train(job, local=1, callbacks=[kind(data)]).losses) == losses
+
+
+def test_what_shows_in_no_sample_is_told_of_once_and_what_no_code_names_never() -> None:
+    job, data = levels()
+
+    def notes(run: Any, report: Any) -> None:
+        data.notes += 1
+
+    def names(run: Any, report: Any) -> None:
+        data.of_nobody = report.step
+
+    expected = list(meshcee.plain(levels()[0]).losses)
+    for callback, times in ((notes, 1), (names, 0)):
+        with structlog.testing.capture_logs() as lines:
+            losses = list(meshcee.train(job, local=1, callbacks=[callback]).losses)
+        told = [line for line in lines if line["event"] == Event.READING_CHANGED]
+        assert len(told) == times
+        assert losses == expected
+    assert data.notes == 5

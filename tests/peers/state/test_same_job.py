@@ -108,6 +108,22 @@ def test_a_run_that_ended_early_may_get_more_steps() -> None:
         check_same(job_of(steps=20, factor=0.5), capture(job_of()), description(short, capture(short)), 4)
 
 
+def test_another_schedule_with_the_rates_that_a_run_had_may_go_on() -> None:
+    """Whatever its name says; one with another rate in a step of the run may not."""
+    short = job_of(schedule=Schedule("LinearWithWarmup", warmup=1, steps=4), steps=4)
+    described = description(short, captured := capture(short))
+    rates = [0.0, 1.0, 2 / 3, 1 / 3, *[0.5] * 8]
+    longer = job_of(schedule=Schedule("LambdaLR", lr_lambda=rates.__getitem__), steps=8)
+    check_same(longer, captured, described, 4)
+    rates[3] = 0.25
+    for schedule in (
+        Schedule("LambdaLR", lr_lambda=rates.copy().__getitem__),
+        Schedule("LinearWithWarmup", warmup=1, steps=8),
+    ):
+        with pytest.raises(UsageError, match="the run was made with schedule LinearWithWarmup"):
+            check_same(job_of(schedule=schedule, steps=8), captured, described, 4)
+
+
 def test_rates_of_the_second_half_are_compared_and_cost_a_long_run_nothing() -> None:
     with pytest.raises(UsageError, match="another schedule"):
         checked(job_of(late=0.5))
