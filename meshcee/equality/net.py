@@ -58,7 +58,6 @@ COPIES = 4  # of the model's state: what is put back, the stages', and both side
 BLOCKS = 3  # largest blocks that a model takes which is run block by block: as made, laid out, and while it is made
 BACKWARD = 2.0  # what a backward pass takes, in forward passes
 UTILISATION = 0.5  # of the speed of a matrix product, by a whole model
-MOVES = 0.02  # at most, of a weight: what such a model computes stays close to what it computed
 LEAST_S = 1.0  # for models whose capture takes no time
 
 
@@ -99,7 +98,6 @@ class Net:
         self.compared: set[int] = set()  # sizes of which every sample was
         self.weights: Weights | None = None  # of a model that does not fit
         self.trains = True  # else it evaluates
-        self.moved = False  # whether weights are others than the first ones
 
     def run(self, sizes: Sequence[int]) -> None:
         self._look(sizes)
@@ -276,13 +274,13 @@ class Net:
                     raise self._unequal(self._carried(seen, differs=True), difference, cut, state)
         if found := self._carried(seen):
             raise UnequalError(found)
-        self.moved = False
+        self.watch.moved = False
         self._put_back()
 
     def _own_pass(self, moved: bool) -> tuple[Mapping[str, Slot], dict[str, torch.Tensor], _Outcome]:
         """The module's, with other weights if it can: what was there before, the state that it began with, and its outcome."""
         if moved:
-            self.move()
+            self.watch.move()
         before = self.watch.look() if moved else self.ready
         state = {name: copied(t) if name in self.cloned else t for name, t in self._state().items()}
         try:
@@ -292,17 +290,9 @@ class Net:
         except MeshceeError:
             if not moved:
                 raise
-        self.moved = False
+        self.watch.moved = False
         self._put_back()
         return self._own_pass(False)
-
-    def move(self) -> None:
-        """Other weights than the first ones."""
-        self.moved, drawn = True, torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                if parameter.requires_grad and parameter.is_floating_point():
-                    parameter.add_((torch.rand(parameter.shape, generator=drawn) * MOVES).to(parameter.dtype))
 
     def _compare_lengths(self, size: int) -> None:
         batches, seen = shortest_and_longest(self.job, self._source, size), [self.ready]
@@ -407,8 +397,8 @@ class Net:
         """All of the user's as it was before the first pass; then what forward may write as it was in `state`."""
         self.watch.restore()
         self._begin()
-        if self.moved:
-            self.move()
+        if self.watch.moved:
+            self.watch.move()
         for name, tensor in self._state().items():
             if state is not None and name in self.cloned:
                 tensor.copy_(state[name])

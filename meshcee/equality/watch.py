@@ -23,6 +23,8 @@ from meshcee.reach import Remembered, content_of
 
 __all__ = ["Slot", "Watch", "digest", "same"]
 
+MOVES = 0.02  # at most, of a weight: what such a model computes stays close to what it computed
+
 Look = Callable[[], Any]
 
 
@@ -50,6 +52,7 @@ class Watch:
     def __init__(self, model: nn.Module, loss: Any, *, spared: Set[int] = frozenset()) -> None:
         """`spared` are ids of tensors too large to copy: whether they are written is seen, and not put back."""
         self._model, self._loss, self._spared = model, loss, spared
+        self.moved = False  # whether `move` was called, and what is put back is to be moved again
         self._before = _Reached(model, loss, spared)
         self._grads = [(tensor, tensor.grad) for tensor in self._before.of_modules.values() if tensor.is_leaf]
         self._generators = [(put, look()) for look, put in _GENERATORS.values()]
@@ -64,7 +67,16 @@ class Watch:
         slots |= {name: Slot("flag", seen, functools.partial(_flag, name)) for name, seen in _process_flags().items()}
         return slots | _Reached(self._model, self._loss, self._spared, keeps=False).slots()
 
+    def move(self) -> None:
+        """Other weights than the first ones."""
+        self.moved, drawn = True, torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                if parameter.requires_grad and parameter.is_floating_point():
+                    parameter.add_((torch.rand(parameter.shape, generator=drawn) * MOVES).to(parameter.dtype))
+
     def restore(self) -> None:
+        """The first weights, and all else as it was."""
         self._before.put_back()
         for tensor, grad in self._grads:
             tensor.grad = grad
