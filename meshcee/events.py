@@ -53,8 +53,9 @@ class Event(StrEnum):
         "none of these"
     )
     READING_CHANGED = (
-        "a callback changes what samples are read with, and steps to come have been read by then: change it in on_step of a "
-        "meshcee.Callback whose class has waits = 'steps'"
+        "a callback changes what samples are read with, and steps to come may have been read or drawn by then. If it changes "
+        "samples or their order, the run has other numbers than a plain loop: change it in on_step of a Callback whose class has "
+        "waits = 'steps', and an order by the data epoch alone, as sampler=f(epoch, seed)"
     )
     SCHEDULE_OVER = (
         "a callback has set the learning rate, which stays so to the end, and the job's schedule counts no more: to keep the "

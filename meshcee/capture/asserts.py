@@ -14,6 +14,7 @@ import contextlib
 import dis
 import functools
 import linecache
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -28,8 +29,13 @@ from meshcee.user_code import is_ours
 
 __all__ = ["Asserts", "side"]
 
-_CAPTURE = str(Path(__file__).with_name("capture.py"))
-_BOOL, _ITEM, _EQUAL = torch.Tensor.__bool__, torch.Tensor.item, torch.equal
+_CAPTURE, _FUNCTIONS = (str(Path(__file__).parent / file) for file in ("capture.py", "export/functions.py"))
+_LEAVES = (ast.Return, ast.Break, ast.Continue)
+_CAUGHT = re.compile(
+    r"(StopIteration|IndexError|KeyError|AttributeError|GeneratorExit)\b"
+)  # by loops, getattr and `in`
+_KNOWN = re.compile(r"(torch|contextlib\.nullcontext|nullcontext|no_grad|enable_grad|autocast)\b")  # handle nothing
+_BOOL, _ITEM, _EQUAL, _CLOSE = torch.Tensor.__bool__, torch.Tensor.item, torch.equal, torch.allclose
 
 
 class _Place(NamedTuple):
@@ -79,10 +85,15 @@ class Asserts:
                 return (one == other).all()
             return _EQUAL(one, other)
 
+        def allclose(*given: Any, **options: Any) -> Any:
+            asked = isinstance(given[0], FakeTensor) and _is_compared(sys._getframe(1))
+            return torch.isclose(*given, **options).all() if asked else _CLOSE(*given, **options)
+
         with (
             replaced(torch.Tensor, "__bool__", is_true),
             replaced(torch.Tensor, "item", item),
             replaced(torch, "equal", equal),
+            replaced(torch, "allclose", allclose),
         ):
             yield
 
@@ -115,7 +126,7 @@ def _is_asking(call: ast.AST, want: bool | None) -> bool:
 
 
 def _is_compared(frame: types.FrameType) -> bool:
-    """Whether such a line compares what this call gives, or asks for its truth, and does nothing else with it."""
+    """Whether such a line computes or compares with what this call gives, or asks for its truth, and does nothing else with it."""
     place = _place(frame)
     statement = None if place is None else _statement(frame, place)
     if statement is None:
@@ -134,6 +145,10 @@ def _parts(node: ast.AST) -> list[ast.expr]:
             return [left, *others]
         case ast.BoolOp(_, values):
             found = values
+        case ast.BinOp(left, ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right):  # as exact as Python's
+            found = [left, right]
+        case ast.UnaryOp(ast.USub(), operand) | ast.Call(ast.Name("abs"), [operand]):
+            found = [operand]
         case ast.Assert(test) | ast.If(test):
             found = [test]
         case _:
@@ -182,8 +197,11 @@ def _statement(frame: types.FrameType, place: _Place) -> ast.Assert | ast.If | N
 
 
 def _raises(body: list[ast.stmt]) -> bool:
-    """Whether these end in a `raise`, and go nowhere else before."""
-    return isinstance(body[-1], ast.Raise) and all(isinstance(one, ast.Expr | ast.Assign) for one in body[:-1])
+    """Whether these end in a `raise` of what Python itself does not catch, and go nowhere else before."""
+    last = body[-1]
+    if not isinstance(last, ast.Raise) or last.exc is None or _CAUGHT.match(ast.unparse(last.exc)):
+        return False
+    return all(isinstance(one, ast.Expr | ast.Assign) for one in body[:-1])
 
 
 def side(node: ast.expr, place: _Place, want: bool) -> bool | None:
@@ -202,13 +220,26 @@ def side(node: ast.expr, place: _Place, want: bool) -> bool | None:
 
 
 def _is_caught(frame: types.FrameType | None) -> bool:
-    """Whether user code between here and our call of forward or loss handles what is raised, and may go on."""
+    """Whether somebody between here and our call of forward or loss may handle what is raised, and go on.
+
+    The backward of an autograd.Function counts as well: it becomes a graph of its own, in which no loss is.
+    """
     while frame is not None and (file := frame.f_code.co_filename) != _CAPTURE:
-        line = frame.f_lineno
+        if file == _FUNCTIONS and frame.f_code.co_name == "_backward":
+            return True
         tree = None if is_ours(file) else _tree(file)
         for node in ast.walk(tree) if tree is not None else ():
-            inside = isinstance(node, ast.Try) and node.lineno < line <= (node.body[-1].end_lineno or 0)
-            if inside and not all(isinstance(handler.body[-1], ast.Raise) for handler in node.handlers):  # type: ignore[attr-defined]
+            if _handles(node) and node.lineno <= frame.f_lineno <= (node.end_lineno or 0):  # type: ignore[attr-defined]
                 return True
         frame = frame.f_back
+    return False
+
+
+def _handles(node: ast.AST) -> bool:
+    match node:
+        case ast.Try(_, handlers, _, final):
+            ends = all(isinstance(handler.body[-1], ast.Raise) for handler in handlers)
+            return not ends or any(isinstance(one, _LEAVES) for part in (*handlers, *final) for one in ast.walk(part))
+        case ast.With(items):
+            return not all(_KNOWN.match(ast.unparse(item.context_expr)) for item in items)
     return False

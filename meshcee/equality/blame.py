@@ -13,7 +13,7 @@ from typing import Any
 from meshcee.capture import Capture
 from meshcee.capture.export import EXAMPLES
 from meshcee.capture.graph import FAILED_ASSERT
-from meshcee.equality.failing import names_of, without_numbers
+from meshcee.equality.failing import listed, names_of, without_numbers
 from meshcee.equality.net import Net
 from meshcee.errors import MeshceeError, NonFiniteLossError, UsageError
 from meshcee.files import large_apart
@@ -45,14 +45,27 @@ def blamed(
     names = names_of(job, step, *rows, evaluate=evaluate)
     if isinstance(raised, NonFiniteLossError):
         return NonFiniteLossError(f"{raised}. {without_numbers(names, batch)}")
+    said = f"{'the evaluation after ' * evaluate}step {step + 1}: "
+    asserts = FAILED_ASSERT in str(raised)
+    if asserts and (batch is None or not job.verify):
+        return UsageError(f"{said}{_failed_assert(captured, names)}")
     if batch is None or not job.verify or (memory := re.compile("memory", re.IGNORECASE)).search(str(raised)):
         return raised
     error = _own_error(job, captured, batch, names, evaluate=evaluate)
-    if error is None or memory.search(str(error.__cause__)):
+    if asserts:
+        return UsageError(f"{said}{error or _failed_assert(captured, names)}")
+    if error is None or f"{type(error.__cause__).__name__}: " not in str(raised) or memory.search(str(error.__cause__)):
         return raised
-    if not any(words in str(raised) for words in (f"{type(error.__cause__).__name__}: ", FAILED_ASSERT)):
-        return raised
-    return UsageError(f"{'the evaluation after ' * evaluate}step {step + 1}: {error}")
+    return UsageError(f"{said}{error}")
+
+
+def _failed_assert(captured: Capture, names: Sequence[str]) -> str:
+    """With the weights of that step, which are not here."""
+    lines = list(dict.fromkeys(line for program in captured.programs for line in program.asserted))
+    at = f"{lines[0]} or another one of {len(lines)}" if len(lines) > 1 else "".join(lines)
+    return (
+        f"an assert on values does not hold{at}, with the weights and random numbers of that step, on {listed(names)}"
+    )
 
 
 def _own_error(

@@ -22,7 +22,16 @@ from meshcee.job import Job
 from meshcee.sampling import indices_of, inputs_of
 from meshcee.user_code import Place, is_ours, place_in
 
-__all__ = ["BACKWARD_PASS", "blame", "forward_place", "names_of", "odd_ones", "warnings_told", "without_numbers"]
+__all__ = [
+    "BACKWARD_PASS",
+    "blame",
+    "forward_place",
+    "listed",
+    "names_of",
+    "odd_ones",
+    "warnings_told",
+    "without_numbers",
+]
 
 log = structlog.get_logger()
 
@@ -103,11 +112,11 @@ def without_numbers(names: Sequence[str], batch: tuple[Any, Any] | None) -> str:
     for path, tensor in (inputs_of(batch) if batch is not None else {}).items():
         if tensor.is_floating_point() and len(rows := (~tensor.isfinite()).reshape(len(tensor), -1).any(1).nonzero()):
             odd = [names[int(row)] for row in rows]
-            return f"Of its samples {_listed(odd)} {'has' if len(odd) == 1 else 'have'} NaN or infinity in {path}"
-    return f"Its samples are {_listed(names)}"
+            return f"Of its samples {listed(odd)} {'has' if len(odd) == 1 else 'have'} NaN or infinity in {path}"
+    return f"Its samples are {listed(names)}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + f" and {more} more" * (more > 0)
 

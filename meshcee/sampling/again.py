@@ -217,10 +217,10 @@ class Reading:
     def by(self, who: str, *, is_late: bool, why: str = "") -> Iterator[None]:
         """Around a call of the user's. `is_late`: UsageError where samples are others behind it, with what to do; a change that
         shows in none of a few samples is told of once."""
-        if self._is_told or (self._digests is None and not is_late):
+        if self._is_told or (self._digests is None and not is_late and self._job.sampler is None):
             yield
             return
-        self._digests = self._digests or sample_digests(self._job)
+        self._digests = self._digests or (sample_digests(self._job) if is_late else None)
         before = Reached(self._roots)
         yield
         after = Reached(self._roots)
@@ -230,9 +230,9 @@ class Reading:
         by_itself = {*after.changed(Reached(self._roots))}  # as of a thread of the data's
         if not (places := [place for place in places if place not in by_itself]):
             return
-        if not is_late:
+        if not is_late and not any(place.endswith("sampler") for place in places):  # orders are drawn before
             self._digests = None
-        elif sample_digests(self._job) != self._digests:
+        elif is_late and sample_digests(self._job) != self._digests:
             why = _ELSEWHERE.format(self._job.workers) if self.is_elsewhere else why or _LATE
             raise UsageError(f"{who} changes {places[0]}, with which samples are read, and {why}")
         else:

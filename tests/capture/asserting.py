@@ -51,6 +51,19 @@ def of_several(_: Any, h: torch.Tensor) -> torch.Tensor:
     return h
 
 
+def of_sums(_: Any, h: torch.Tensor) -> torch.Tensor:
+    assert abs(h.norm().item() - 1) < 100 and -h.sum().item() / h.shape[1] <= 1e9  # noqa: PT018
+    assert torch.allclose(h, h + 0)
+    with torch.no_grad():
+        assert (h < 2).all()
+    return h
+
+
+def weights_stay_small(m: Any) -> float:
+    assert m.last.weight.abs().max() < 0.4
+    return 1.0
+
+
 def reraises(_: Any, h: torch.Tensor) -> torch.Tensor:
     try:
         assert (h <= 1).all()
@@ -67,6 +80,78 @@ def swallows(_: Any, h: torch.Tensor) -> torch.Tensor:
         except AssertionError:
             return h * 2
     return h
+
+
+def suppresses(_: Any, h: torch.Tensor) -> torch.Tensor:
+    with contextlib.suppress(ValueError):
+        if h.mean() < 0:
+            raise ValueError("negative")
+        h = h * 2
+    return h
+
+
+def swallows_at_last(_: Any, h: torch.Tensor) -> torch.Tensor:
+    try:
+        assert h.mean() > 5
+        h = h * 2
+    finally:
+        return h  # noqa: B012
+
+
+def returns_from_its_handler(m: Any, h: torch.Tensor) -> torch.Tensor:
+    try:
+        assert h.mean() > 5
+    except AssertionError:
+        if m.debug:
+            return h * 3
+        raise
+    return h
+
+
+def asks_again(_: Any, h: torch.Tensor) -> torch.Tensor:
+    for k in range(3):
+        try:
+            assert h.mean() > 5 - 5 * k
+            break
+        except AssertionError:
+            if k < 2:
+                h = h + 0.1
+                continue
+            raise
+    return h
+
+
+class _Quiet:
+    v: torch.Tensor
+
+    @property
+    def w(self) -> torch.Tensor:
+        if self.v.mean() < 5:
+            raise AttributeError
+        return self.v * 2
+
+
+def has_a_default(_: Any, h: torch.Tensor) -> torch.Tensor:
+    quiet = _Quiet()
+    quiet.v = h
+    found: torch.Tensor = getattr(quiet, "w", h)
+    return found
+
+
+class _Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        return h * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        assert not grad.isnan().any()
+        return grad * 2
+
+
+def in_backward(_: Any, h: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _Twice.apply(h)
+    return found
 
 
 def two_are_needed(_: Any, h: torch.Tensor) -> torch.Tensor:

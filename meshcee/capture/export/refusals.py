@@ -127,7 +127,8 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     (
         r"data-dependent|unbacked|GuardOnDataDependent",
         "a Python number or a branch is made from the values of a tensor",
-        "write a branch with torch.where or a mask, leave out one that takes the same way from now on, and keep numbers as tensors",
+        "write a branch with torch.where or a mask, leave out one that takes the same way from now on, and keep numbers as tensors"
+        "; an assert trains as `assert not bad.any()`, with all of its condition in the line",
     ),
     (
         r"_ctc_loss",

@@ -280,6 +280,19 @@ class Program:
         """Blocks [first, end) as a stage."""
         return slice_program(self, first, end)
 
+    @property
+    def asserted(self) -> list[str]:
+        """The user's lines whose conditions it asserts, as far as they are known here."""
+        count, found = len(self.inputs), []
+        waiting = [n.refs[0] for n in self.nodes if n.operator.name == ASSERT]
+        while waiting:
+            node = self.nodes[waiting.pop() - count]
+            if "and" in node.operator.name:
+                waiting += node.refs
+            else:
+                found.append(node.at)
+        return found[::-1]
+
     def unasserted(self) -> Program:
         """The same for numbers that mean nothing: no assert on values looks at them."""
         clone = find_operator("aten.clone.default")

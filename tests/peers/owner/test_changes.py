@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -320,6 +320,25 @@ def test_it_may_be_in_collate_and_come_later() -> None:
     late = moves(collate)
     with pytest.raises(UsageError, match=r"changes attribute 'level' of collate.*steps to come have been read"):
         meshcee.train(job, local=1, callbacks=[lambda run, report: late(run, report) if report.step == 20 else None])
+
+
+class Ordered(torch.utils.data.Sampler[int]):
+    level = 0
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(place + self.level) % 32 for place in range(32)])
+
+
+def test_an_order_that_a_callback_changes_is_told_of_whoever_waits() -> None:
+    """Two data epochs' orders are drawn before the first step."""
+    sampler = Ordered()
+    with structlog.testing.capture_logs() as logged:
+        meshcee.train(dataclasses.replace(job_of(), sampler=sampler), local=1, callbacks=[Waits(sampler)])
+    told = [entry["changed"] for entry in logged if entry["event"] == Event.READING_CHANGED]
+    assert told == ["attribute 'level' of sampler"]
 
 
 def test_processes_that_read_see_no_change_whoever_waits() -> None:
