@@ -19,7 +19,7 @@ from tests.rig.matrix import job_of
 from tests.rig.reference import reference
 
 ALLOWED = {"meshcee", "meshcee._demo_job"}
-ALLOWED |= {f"meshcee.{name}" for name in ("errors", "fields", "job", "plan", "user_code")}
+ALLOWED |= {f"meshcee.{name}" for name in ("errors", "events", "fields", "job", "plan", "user_code")}
 # The order of samples, and what a Job names.
 ROOMS = ("meshcee.sampling", "meshcee.reach", "meshcee.figures", "meshcee.files", "meshcee.optim")
 
