@@ -31,9 +31,7 @@ __all__ = ["Asserts", "side"]
 
 _CAPTURE, _FUNCTIONS = (str(Path(__file__).parent / file) for file in ("capture.py", "export/functions.py"))
 _LEAVES = (ast.Return, ast.Break, ast.Continue)
-_CAUGHT = re.compile(
-    r"(StopIteration|IndexError|KeyError|AttributeError|GeneratorExit)\b"
-)  # by loops, getattr and `in`
+_CAUGHT = re.compile(r"(StopIteration|IndexError|KeyError|AttributeError|GeneratorExit)\b")  # by Python itself
 _KNOWN = re.compile(r"(torch|contextlib\.nullcontext|nullcontext|no_grad|enable_grad|autocast)\b")  # handle nothing
 _BOOL, _ITEM, _EQUAL, _CLOSE = torch.Tensor.__bool__, torch.Tensor.item, torch.equal, torch.allclose
 
@@ -110,10 +108,10 @@ class Asserts:
 
 def _wanted(frame: types.FrameType) -> bool | None:
     """The answer to what this frame asks with which it does not raise, where every other raises."""
-    place = _place(frame)
-    statement = None if place is None or _is_caught(frame) else _statement(frame, place)
-    if statement is None or place is None:
+    found = None if _is_caught(frame) else _asked(frame)
+    if found is None:
         return None
+    statement, place = found
     want = side(statement.test, place, isinstance(statement, ast.Assert))
     calls = [] if _asks(frame) else [node for node in _expressions(statement) if _Place.of(node) == place]
     return want if all(_is_asking(call, want) for call in calls) else None
@@ -127,10 +125,9 @@ def _is_asking(call: ast.AST, want: bool | None) -> bool:
 
 def _is_compared(frame: types.FrameType) -> bool:
     """Whether such a line computes or compares with what this call gives, or asks for its truth, and does nothing else with it."""
-    place = _place(frame)
-    statement = None if place is None else _statement(frame, place)
-    if statement is None:
+    if (found := _asked(frame)) is None:
         return False
+    statement, place = found
     return any(_Place.of(part) == place for node in (statement, *_expressions(statement)) for part in _parts(node))
 
 
@@ -186,14 +183,14 @@ def _tree(file: str) -> ast.AST | None:
         return None
 
 
-def _statement(frame: types.FrameType, place: _Place) -> ast.Assert | ast.If | None:
-    """The `assert`, or the `if` of a `raise`, in whose condition this is."""
-    tree = _tree(frame.f_code.co_filename)
-    for node in ast.walk(tree) if tree is not None else ():
-        asserts = isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _raises(node.body))
-        if asserts and place.is_in(node.test):  # type: ignore[attr-defined]
-            return node  # type: ignore[return-value]
-    return None
+def _asked(frame: types.FrameType) -> tuple[ast.Assert | ast.If, _Place] | None:
+    """The `assert`, or the `if` of a `raise`, in whose condition this frame is, and where there."""
+    place, tree = _place(frame), _tree(frame.f_code.co_filename)
+    if place is None or tree is None:
+        return None
+    nodes = ast.walk(tree)
+    lines = (n for n in nodes if isinstance(n, ast.Assert) or (isinstance(n, ast.If) and _raises(n.body)))
+    return next(((line, place) for line in lines if place.is_in(line.test)), None)
 
 
 def _raises(body: list[ast.stmt]) -> bool:

@@ -50,9 +50,7 @@ class Remembered:
 
     most_bytes: float = 1 << 20  # of numbers that are looked at, and put back
     most_values = 50_000
-    passed_over = frozenset(
-        {"torch", "logging", "builtins", "functools", "meshcee", "_pytest"}
-    )  # packages without state
+    passed_over = frozenset({"torch", "logging", "builtins", "functools", "meshcee", "_pytest"})  # they have no state
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any], *, keeps: bool = True) -> None:
         """`keeps`: whether it shall be put back."""

@@ -47,9 +47,7 @@ class Result:
     averages: Mapping[str, torch.Tensor] = field(default_factory=dict)  # `ema`, likewise
     plan: Plan | None = None
     names: dict[str, str] = field(default_factory=dict)
-    stopped: bool = (
-        False  # ended at the user's wish, before all steps were done, or before the disk took the last one's weights
-    )
+    stopped: bool = False  # ended at the user's wish, before all steps were done and saved
     run: str | None = None  # its folder under MESHCEE_HOME, where there is one
     notes: tuple[str, ...] = ()  # what people should know of the figures behind the plan
     steps_s: deque[float] = field(default_factory=partial(deque, maxlen=1000))  # of the running plan's last steps

@@ -111,9 +111,7 @@ class Saving:
         self.settled = asyncio.Event()  # while none is under way
         self.settled.set()
         self.latest: Checkpoint | None = None  # of this epoch
-        self.weights: dict[
-            str, torch.Tensor
-        ] = {}  # that it has ended with, without a store or its disk; and averages of them
+        self.weights: dict[str, torch.Tensor] = {}  # that it has ended with and no disk has; and averages of them
         self.done = -1  # the step that was saved last
 
     @property
