@@ -22,7 +22,7 @@ from dht.kademlia import KademliaStore
 from dht.records import LeaseRecord, open_sealed, topic
 from meshcee.config import Timeouts
 from meshcee.errors import JoinError, MeshceeError, ProtocolError
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.plan import Term
 from peers.node.admission import enrol
 from peers.node.authority import Authority, authority_of

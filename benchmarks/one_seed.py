@@ -50,6 +50,6 @@ def decided_by(seed: int) -> Iterator[None]:
         mock.patch("secrets.token_hex", lambda size: chance.randbytes(size).hex()),
         mock.patch("meshcee.files.limits.free_bytes", return_value=FREE_BYTES),
         mock.patch("time.perf_counter", virtual_s),
-        mock.patch("peers.owner.diary.time", SimpleNamespace(time=virtual_s)),  # whose digits members keep
+        mock.patch("peers.owner.folder.diary.time", SimpleNamespace(time=virtual_s)),  # whose digits members keep
     ):
         yield

@@ -38,7 +38,8 @@ from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.optim import Optimizer, Schedule
 from meshcee.plan import Plan
-from peers.node.assemble import InProcess, JoinOptions
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from peers.owner.answers import Report
 from peers.owner.feed import Feed
 from peers.state.checkpoint import CheckpointStore

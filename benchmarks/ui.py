@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.measure import machine
-from meshcee.files import Home, Run, dumps
+from meshcee.files import dumps
+from meshcee.files.home import Home, Run
 from meshcee.plan import Member, Pipeline, Plan, Predicted, Stage
 from peers.cli.ui.page import FILES, read_file
 from peers.cli.ui.server import Site, serving

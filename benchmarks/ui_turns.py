@@ -28,7 +28,7 @@ from benchmarks.one_host import JOB, ROOT
 from benchmarks.ui import Mesh as Shown
 from benchmarks.ui import a_run, line
 from meshcee.capture import capture
-from meshcee.files import Home
+from meshcee.files.home import Home
 from peers.cli.children import Children
 from peers.cli.session import configure_logging, load_job
 from peers.cli.ui.server import Site, serving

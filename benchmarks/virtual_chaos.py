@@ -46,8 +46,9 @@ from peers.device.compute import Pace
 from peers.member.executor import Executor
 from peers.member.service import Session
 from peers.node.agent import Agent
-from peers.node.assemble import InProcess, JoinOptions
 from peers.node.departure import Departure
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from peers.node.mesh import Mesh
 from peers.owner.epoch import Report
 from peers.transport.memory import Impairment, MemoryNetwork

@@ -54,7 +54,6 @@ async def join(
     import structlog
 
     refuse_in_reader()
-    from meshcee.files import Home
     from peers.node import JoinOptions
     from peers.node import join as joined
 
@@ -69,10 +68,18 @@ async def join(
     if (address is None) == (local is None):
         raise UsageError("give the token or address of a mesh, or local=N for N peers in this process")
     _check_count(local)
-    options = JoinOptions(token=address, local=local, compute=compute, device=device, measures=measures)
+    home: Home | None = None
+    if address or keeps:
+        from meshcee.files.home import Home
+
+        home = Home()
+    shelves = home is not None
+    options = JoinOptions(
+        token=address, local=local, compute=compute, device=device, measures=measures, shelves=shelves
+    )
     own: BaseException | None = None
     try:
-        async with joined(options, Home() if address or keeps else None) as mesh:
+        async with joined(options, home) as mesh:
             try:
                 yield mesh
             except BaseException as error:
@@ -123,7 +130,7 @@ def train(
     callbacks = called(callbacks)
     keep = keeps or keep_best is not None or any(getattr(one, "needs_folder", False) for one in callbacks)
     if join is not None or resume is not None or keep:
-        from meshcee.files import Home
+        from meshcee.files.home import Home
         from meshcee.files.token_file import read_token
         from peers.node.early import look_for
 

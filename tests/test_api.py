@@ -20,7 +20,7 @@ from torch import nn
 import meshcee
 from meshcee.eager import halve, outermost
 from meshcee.errors import UsageError
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.optim import Optimizer, Schedule
 from meshcee.sampling.order import draw

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MOST_ATTRIBUTES, MOST_PARAMETERS = 15, 12
 SLACK = 2  # a listed figure may be so much above what stands
 OVER: dict[str, tuple[int, int]] = {  # attributes and parameters, or 0 where a figure is within its limit
-    "peers/owner/job_run.py:Training": (40, 0),
+    "peers/owner/job_run.py:Training": (34, 0),
     "peers/owner/epoch.py:Owner": (33, 15),
     "peers/owner/adaptation.py:Adaptation": (32, 0),
     "peers/transport/stream.py:FramedStream": (24, 0),

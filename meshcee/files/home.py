@@ -73,7 +73,7 @@ class _Line:
 @dataclass(frozen=True)
 class Run:
     """One `meshcee train` on this machine: its folder holds run.json, reports.jsonl, checkpoints and, at the end, result.json.
-    Its owner writes them (peers/owner/diary.py).
+    Its owner writes them (peers/owner/folder/diary.py).
     """
 
     folder: Path
@@ -227,7 +227,7 @@ def _report(line: bytes) -> dict[str, Any] | None:
 
 
 def is_retraction(report: Mapping[str, Any]) -> bool:
-    """Whether a line takes back what was told of a step (peers/owner/diary.py), and is no report."""
+    """Whether a line takes back what was told of a step (peers/owner/folder/diary.py), and is no report."""
     return report.keys() == {"step", "loss"} and report["loss"] is None
 
 

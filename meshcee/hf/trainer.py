@@ -25,7 +25,7 @@ from torch import nn
 from meshcee.callbacks import Callback
 from meshcee.errors import CheckpointError, MeshceeError, UsageError
 from meshcee.events import Event
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.hf import arguments
 from meshcee.hf.events import Bridge, StepBridge, handler_of, read_notes, refuse_unheard, steers_steps
 from meshcee.hf.library import transformers
@@ -294,7 +294,7 @@ class Trainer:
         step = self.state.best_global_step
         if not self.args.load_best_model_at_end or not step or step == len(result.losses):
             return None
-        from peers.state import CheckpointStore
+        from peers.state.checkpoint import CheckpointStore
 
         run = Home().run(result.run)
         try:

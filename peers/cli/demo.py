@@ -20,7 +20,8 @@ from rich.text import Text
 import meshcee
 from meshcee.capture import capture
 from meshcee.errors import MeshceeError
-from meshcee.files import Home, loads
+from meshcee.files import loads
+from meshcee.files.home import Home
 from meshcee.files.steady import write_fact
 from meshcee.job import Job
 from peers.cli.children import Children

@@ -13,7 +13,7 @@ from pathlib import Path
 from meshcee.capture import Capture, capture
 from meshcee.errors import PlanError
 from meshcee.figures import Cluster, JobCosts, Measured, Workload, class_of
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.planner import COMPARED, Question, choose, question_of, situation

@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from meshcee.errors import JoinError, NotPermittedError, PeerLostError, UsageError
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.files.steady import write_fact
 from peers.cli.children import die_with_parent
 from peers.cli.joining.joined import look
@@ -27,8 +27,9 @@ from peers.cli.session import Screen, configure_logging, parse_bytes, printable,
 from peers.cli.settings.options import Lent
 from peers.device import resolve_device, take_threads, versions
 from peers.device.emulation import paced
-from peers.node import Departure, JoinOptions, a_peer, ask_to_leave, find_peer, join
-from peers.node.assemble import Node
+from peers.node import JoinOptions, join
+from peers.node.assemble import Node, a_peer
+from peers.node.departure import Departure, ask_to_leave, find_peer
 
 __all__ = ["PeerOptions", "asks_people", "lent_peer", "parse_duration_s", "run_drain", "run_peer"]
 

@@ -10,12 +10,13 @@ import typer
 from rich.table import Table
 
 from meshcee.errors import UsageError
-from meshcee.files import Home, Run, hugging_face
+from meshcee.files import hugging_face
+from meshcee.files.home import Home, Run
 from meshcee.files.steady import write_fact
 from meshcee.files.tensor_files import OnDemand, save
 from peers.cli.session import Screen, safetensors_file
 from peers.cli.ui.wishes import ask_to_stop, wish_checkpoint
-from peers.state import Checkpoint, CheckpointStore
+from peers.state.checkpoint import Checkpoint, CheckpointStore
 
 __all__ = ["export", "find", "list_runs", "save_run", "show_logs", "stop_run"]
 

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 
 from meshcee.errors import UsageError
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.files.steady import write_fact
 from meshcee.plan import Plan
 from peers.cli.session import Screen, configure_logging, run_async, waiting

@@ -16,8 +16,8 @@ from meshcee.capture import Capture, capture
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import remark
 from meshcee.figures.amounts import size
-from meshcee.files import Home, Run, disk
-from meshcee.files.home import file_name
+from meshcee.files import disk
+from meshcee.files.home import Home, Run, file_name
 from meshcee.files.steady import write_fact
 from meshcee.files.tensor_files import save
 from meshcee.job import Job

@@ -1,11 +1,11 @@
 """A peer as a whole: what runs in it, how it is put together, how it leaves, and the mesh as Python code sees it (`Mesh`).
 
-`Agent` owns every task in one TaskGroup; `assemble` hands it a transport and a store. Who may be a member is a wing: `founding`,
-`admission` and `authority` are imported by name.
+`Agent` owns every task in one TaskGroup; `in_process` hands it a transport and a store. Imported by name: `assemble`, which does so
+on real machines, `departure`, and who may be a member (`founding`, `admission`, `authority`).
 """
 
-from peers.node.assemble import JoinOptions, a_peer, join
-from peers.node.departure import Departure, ask_to_leave, find_peer
+from peers.node.early import JoinOptions
+from peers.node.in_process import join
 from peers.node.mesh import Mesh, Result
 
-__all__ = ["Departure", "JoinOptions", "Mesh", "Result", "a_peer", "ask_to_leave", "find_peer", "join"]
+__all__ = ["JoinOptions", "Mesh", "Result", "join"]

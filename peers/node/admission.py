@@ -44,7 +44,8 @@ from dht import (
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, ProtocolError, UsageError
 from meshcee.events import Event
-from meshcee.files import Home, disk, dumps, loads
+from meshcee.files import disk, dumps, loads
+from meshcee.files.home import Home
 from peers.node.revoked import Revoked
 from peers.transport import Frame, Stream, StreamClosed, Transport
 from peers.wire import messages

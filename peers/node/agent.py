@@ -24,7 +24,6 @@ from peers.member import Member
 from peers.mesh_view import MeshView
 from peers.node.gossip import GossipService
 from peers.planning import PlanService
-from peers.state import Shelf
 from peers.transport import PROTOCOL_VERSION, Stream, Transport
 from peers.wire import Offer
 
@@ -52,6 +51,7 @@ class AgentOptions:
     direct_sums: bool = False  # jobs that ask for them may open connections from here that are not encrypted
     measuring: Callable[[MeshView], Measuring] | None = None  # of links and blocks; without, plans are given
     datasets: Mapping[str, Source] = field(default_factory=dict)  # that jobs of others may be fed from here
+    shelves: bool = True  # it keeps the journals of others' runs
 
 
 class Agent(MeshView):
@@ -103,7 +103,11 @@ class Agent(MeshView):
         self.measures = self._measuring is not None
         PlanService(self)
         self.gossip = GossipService(self)
-        self.shelf = Shelf(transport, timeouts, monotonic)
+        self.shelf: Shelf | None = None
+        if options.shelves:
+            from peers.state.shelf import Shelf
+
+            self.shelf = Shelf(transport, timeouts, monotonic)
         transport.serve("join", _greeted)
         self.data: DataService | None = None
         if options.datasets:

@@ -1,4 +1,4 @@
-"""Puts a peer together: over libp2p and the DHT on real machines, or many in one process for `--local`.
+"""Puts a peer of real machines together: libp2p, the DHT, its agent, and who may be a member.
 
 The idea: one place knows which transport goes with which store; everything above takes an Agent or a Mesh.
 """
@@ -11,10 +11,9 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -22,13 +21,9 @@ from dht import (
     MAX_ADDRESSES,
     Identity,
     Members,
-    MemoryStore,
     MeshKey,
-    Role,
-    SharedMemory,
     TermFile,
     Token,
-    certify,
     dialable,
     learn_list,
     peer_of,
@@ -36,12 +31,14 @@ from dht import (
 )
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, NotPermittedError
-from meshcee.files import Home, large_apart, settled
-from peers.device import Compute, Graphs, Pace, host_id, resolve_device
+from meshcee.files import large_apart, settled
+from meshcee.files.home import Home
+from peers.device import Compute, Graphs, host_id, resolve_device
 from peers.node.agent import Agent, AgentOptions
 from peers.node.departure import Departure
+from peers.node.early import JoinOptions
 from peers.node.mesh import Mesh
-from peers.transport import MemoryNetwork, StreamClosed, Transport
+from peers.transport import StreamClosed, Transport
 
 if TYPE_CHECKING:
     from peers.device.emulation import Shape
@@ -50,63 +47,19 @@ if TYPE_CHECKING:
     from peers.node.device_process import DeviceProcess
     from peers.transport.p2p import P2PDaemon
 
-__all__ = ["QUICK", "InProcess", "JoinOptions", "Node", "a_peer", "join"]
+__all__ = ["Node", "a_peer", "an_owner"]
 
 log = structlog.get_logger()
 
-LASTING_S = 10 * 365 * 86400.0  # of a mesh inside one process, whose clock may be any
 LEADS_NOWHERE = (
     "the line leads to this machine's own peer, which is not running: start it as before, with `meshcee peer`"
 )
 GREETINGS = 3  # tries to shake hands with a seed
-QUICK = Timeouts(announce_every_s=0.5, directory_poll_s=0.05, lease_confirm_s=0.05)  # within one process
-
-
-@dataclass(frozen=True)
-class JoinOptions:
-    """How to take part. `local` means that many peers inside this process instead of a mesh."""
-
-    token: str | None = None
-    local: int | None = None
-    name: str = "owner"
-    compute: bool = False
-    observes: bool = False
-    device: str = "cpu"
-    memory_bytes: int | None = None
-    region: str | None = None
-    listen: str = "0.0.0.0:0"
-    announce: str | None = None
-    direct_port: int = 0  # -1: none
-    relay: bool = True  # a peer that computes passes on streams between members who cannot reach each other
-    identity: Path | None = None
-    open: bool = False
-    valid_s: float = 7 * 86400
-    shape: str | None = None
-    shape_device: str | None = None
-    jitter_s: float = 0.0
-    pace: Pace | None = None  # emulate the device only
-    regroup_s: float | None = None
-    leave_s: float | None = None
-    threads_said: bool = False  # by the user, who has set torch's number
-    device_process: bool = False  # the device computes in a process of its own
-    direct_sums: bool = False  # jobs that ask for them may open connections from here that are not encrypted
-    datasets: tuple[str, ...] = ()  # NAME=FILE.py:FUNCTION, that jobs of others may be fed from here
-    measures: bool = True  # what peers in this process measure; not where a plan is given and nothing may change it
-
-    def over(self, usual: Timeouts) -> Timeouts:
-        said = {"regroup_s": self.regroup_s, "leave_s": self.leave_s}
-        return replace(usual, **{name: for_s for name, for_s in said.items() if for_s is not None})
 
 
 @asynccontextmanager
-async def join(options: JoinOptions, home: Home | None = None) -> AsyncIterator[Mesh]:
-    """A Mesh that may own jobs."""
-    if options.local is not None:
-        async with InProcess(replace(options, direct_sums=True)) as here:
-            for i in range(options.local):
-                await here.start(f"local-{i}")
-            yield await here.own(options.name, home)
-        return
+async def an_owner(options: JoinOptions, home: Home | None = None) -> AsyncIterator[Mesh]:
+    """A Mesh that may own jobs, of a peer that lends its device beside it if the options say `compute`."""
     home = home or Home()
     async with AsyncExitStack() as stack:
         lent: list[str] = []
@@ -148,107 +101,6 @@ async def lender(options: JoinOptions, home: Home, gone: Callable[[], None]) -> 
             finally:
                 task.cancel()
     up.result()  # raises why it could not join
-
-
-class InProcess:
-    """Peers in this event loop: the same agents over memory instead of libp2p. Lifetime is `async with`.
-
-    On a loop of virtual time `clock` and `monotonic` are its own.
-    """
-
-    def __init__(
-        self,
-        options: JoinOptions,
-        network: MemoryNetwork | None = None,
-        timeouts: Timeouts = QUICK,
-        *,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.network = network or MemoryNetwork()
-        self.agents: dict[str, Agent] = {}
-        self.stores: dict[str, MemoryStore] = {}
-        self._options = options
-        self._timeouts = options.over(timeouts)
-        self._clock, self._monotonic = clock, monotonic
-        self.memory = SharedMemory(clock)
-        self._key = MeshKey()
-        self.root = Identity.generate()  # everybody here was let in by it
-        self._stack = AsyncExitStack()
-
-    async def __aenter__(self) -> InProcess:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return await self._stack.__aexit__(kind, error, trace)
-
-    async def start(
-        self,
-        name: str,
-        *,
-        lends: bool = True,
-        role: Role = "own",
-        identity: Identity | None = None,
-        terms: TermFile | None = None,
-        pace: Pace | None = None,
-        clock: Callable[[], float] | None = None,
-        device: Compute | DeviceProcess | None = None,
-        **said: Any,
-    ) -> Agent:
-        """One more peer, or one that comes back with its identity; one that lends no device may own jobs. `clock` is the peer's
-        own wall clock, where that differs from the mesh's. A `device` runs already. `said`: of its user, besides (AgentOptions)."""
-        identity, quick, clock = identity or Identity.generate(), self._timeouts, clock or self._clock
-        if lends and device is None:
-            device = await self._stack.enter_async_context(
-                Compute(resolve_device(self._options.device), pace or self._options.pace)
-            )
-        members = self.members_for(identity.peer_id, role, clock)
-        transport = await self._stack.enter_async_context(
-            self.network.transport(identity.peer_id, self._key.secret, timeouts=quick, members=members)
-        )
-        transport.addresses = ()
-        store = self.stores[name] = MemoryStore(self.memory)
-        options = AgentOptions(
-            name, memory_bytes=self._options.memory_bytes, direct_sums=self._options.direct_sums, **said
-        )
-        if self._options.measures:
-            from peers.measure import Measuring
-
-            options = replace(options, measuring=Measuring)
-        made = Agent(
-            options,
-            identity,
-            self._key,
-            transport,
-            store,
-            device,
-            timeouts=quick,
-            limits=Limits(),
-            terms=terms,
-            clock=clock,
-            monotonic=self._monotonic,
-            members=members,
-        )
-        self.agents[name] = await self._stack.enter_async_context(made)
-        return made
-
-    def members_for(self, peer_id: str, role: Role = "own", clock: Callable[[], float] | None = None) -> Members:
-        """As a peer begins that was let in with this role."""
-        shown = certify(self.root, b"", self.root.peer_id, peer_id, role, "", self._clock(), LASTING_S)
-        return Members(self.root.peer_id, shown, clock=clock or self._clock)
-
-    async def own(self, name: str, home: Home | None, clock: Callable[[], float] | None = None) -> Mesh:
-        """A Mesh that may own jobs here."""
-        owner = await self.start(name, lends=False, clock=clock)
-        await owner.wait_for_devices(sum(agent.lends for agent in self.agents.values()))
-        return Mesh(owner, await self._stack.enter_async_context(asyncio.TaskGroup()), home)
-
-    def crash(self, name: str) -> None:
-        """As if its process had been killed: all that the others notice is that nothing comes any more."""
-        self.network.kill(self.agents[name].peer_id)
-        self.stores[name].reachable = False
 
 
 @asynccontextmanager

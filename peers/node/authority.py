@@ -15,7 +15,7 @@ from typing import Any
 
 from dht import MAX_ADDRESSES, Identity, Token, by_invite, learn_list, public_key_of
 from meshcee.errors import MeshceeError, NotPermittedError, ProtocolError, UsageError
-from meshcee.files import Home
+from meshcee.files.home import Home
 from peers.node.admission import Admin, Membership, ledger_of
 from peers.node.agent import Agent
 from peers.node.departure import matching

@@ -17,7 +17,8 @@ import structlog
 
 from dht import Identity, MeshKey
 from meshcee.errors import JoinError, NotNowError, UsageError
-from meshcee.files import Home, disk, dumps, is_locked, loads
+from meshcee.files import disk, dumps, loads
+from meshcee.files.home import Home, is_locked
 
 __all__ = ["Founding", "down", "founded", "founders", "founds_again"]
 

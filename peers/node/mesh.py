@@ -18,19 +18,16 @@ from meshcee.callbacks import Callback, Control, called
 from meshcee.capture import Capture, capture
 from meshcee.epochs import course
 from meshcee.errors import MeshceeError, StaleTermError, UsageError
-from meshcee.fields import read
-from meshcee.files import Home
-from meshcee.files.home import About
 from meshcee.job import Job, check_is_job
 from meshcee.plan import Epoch, Plan
-from meshcee.sampling.again import check_samples, sample_digests, unrepeatable
+from meshcee.sampling.again import unrepeatable
 from peers.node.agent import Agent
 from peers.node.early import check_told
 from peers.owner import EvaluationFeed, Predictions, Report, Result, Training, Wanted, next_incarnation, own, with_state
 from peers.planning import Planned, ask_plan, given_plan, question
-from peers.state import check_same, check_weights, first_weights
 
 if TYPE_CHECKING:
+    from meshcee.files.home import Home
     from peers.measure import Trace
 
 __all__ = ["Mesh", "Result"]
@@ -161,7 +158,7 @@ class Mesh:
         None when the run has ended by itself. `tell` hears in sentences what the standby does. Raises UsageError when the run
         is of another job of that name or began with other weights, or when this machine could not feed its steps again.
         """
-        from peers.owner.standby import stand_by
+        from peers.owner.standby import same_run, stand_by
 
         if self._home is None:
             raise UsageError("a standby keeps the run's journal on its disk: use `meshcee train --standby`")
@@ -170,13 +167,8 @@ class Mesh:
                 f"{why}. What the run was fed lies on its owner's disk only, so a standby could not compute a step again: write "
                 "this, or leave --standby out"
             )
-        own, samples = await asyncio.to_thread(lambda: (first_weights(captured), sample_digests(job)))
-
-        def check(info: Mapping[str, Any]) -> None:
-            check_same(job, captured, info.get("job", {}), int(info.get("micro_batch", 0)))
-            check_weights(own, (about := read(info, About, "the run", defaults=True)).weights, again=True)
-            check_samples(samples, about.samples)
-
+        check = await asyncio.to_thread(same_run, job, captured)
+        assert self.agent.shelf is not None
         return await stand_by(self.agent, self.agent.shelf, self._home, job.name, check, tell)
 
     async def train(

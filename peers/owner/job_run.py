@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -24,44 +23,28 @@ from meshcee.epochs import course, moves
 from meshcee.errors import MeshceeError, PeerLostError, PlanError, UsageError
 from meshcee.events import Event
 from meshcee.figures import BlockTimes, DeviceProfile, JobCosts
-from meshcee.files import Home, Run, Trouble, disk, number, settled
+from meshcee.files import Trouble, number, settled
 from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Term
-from meshcee.sampling.again import FED, check_samples, repeats, sample_digests
+from meshcee.sampling.again import repeats, sample_digests
 from meshcee.stage import check_kinds, remarks
 from peers.mesh_view import MeshView
-from peers.owner.diary import Diary, Numbers, next_incarnation, same_threads
 from peers.owner.epoch import Owner, Report, in_doubt
 from peers.owner.feed import Feed, Stalls, Steering
+from peers.owner.numbers import Entry, Numbers, Unwritten
 from peers.owner.offering import check_members
 from peers.owner.recovery import Recovery, Stopwatch, found_or_not, how_to_go_on, losses, proposed
 from peers.owner.result import Result, Telling, Wanted, once, weights_of
 from peers.owner.turn import Turn
 from peers.planning import Planned, PlanRequest, ask_plan, given_plan, profile, question
-from peers.state import (
-    Cadence,
-    Checkpoint,
-    CheckpointStore,
-    CopySet,
-    Journal,
-    Keepers,
-    Ledger,
-    Manifest,
-    Supplies,
-    check_same,
-    check_weights,
-    description,
-    first_weights,
-    keepers_with_room,
-    made_by_code,
-    noted,
-)
+from peers.state import Cadence, CopySet, Keepers, Manifest, Supplies, keepers_with_room
 from peers.wire import Failures, Suspects, unless_late
 
 if TYPE_CHECKING:
-    from meshcee.sampling.fed import Fed
+    from meshcee.files.home import Home
     from peers.measure import Trace
     from peers.owner.adaptation import Adaptation, Newcomers
+    from peers.state.checkpoint import Checkpoint
 
 __all__ = ["Training", "own"]
 
@@ -130,29 +113,30 @@ class Training:
         self._on_plan = on_plan
         self._telling = Telling(reports)
         self.owner: Owner | None = None
-        self._diary: Diary | None = None  # of the run, once it has a folder
         self._trouble = Trouble(asyncio.get_running_loop().time)  # which threads may ask, too
-        self._store: CheckpointStore | None = None  # of the newest epoch
         self.base: Checkpoint | CopySet | None = None  # what the next epoch begins with; None: the model as captured
-        self._durable: Checkpoint | None = None  # the newest on the disk
         # Digests of a few, at the start; None: data[i] is another one whenever it is read, so what was fed is kept.
         self._samples: Mapping[str, str] | None = {}
-        self._fed: Fed | None = None
         self._steering = Steering(job, callbacks, saves=home is not None)
         self._numbers = Numbers()
         self._incarnation = 0
         self._turn = Turn(agent, job.name, on_wait, wanted.after, goes_on=wanted.resume is not None)
-        self._journal = Journal(agent)
-        self._check_weights: Callable[..., None] = partial(check_weights, {}, {})  # as the run that goes on began with
-        self._last = 0  # the incarnation of the run's owner before this one
+        self._folder = Unwritten()
+        if home is not None:
+            from peers.owner.folder import Folder
+
+            self._folder = Folder(agent, home, self._trouble, self._steering)
         self._course: course.Course | None = None  # once the run is known
         self._recovery = Recovery(agent)
         self._stopwatch = Stopwatch()
         self._cadence = Cadence(job.checkpoint_every)
-        self._ledger = Ledger(agent, self._trouble, self._journal)
         self._key = secrets.token_hex(16)  # the name by which members know the run, over all its epochs and owners
-        self.copies = Manifest(self._ledger.note, self._ledger.has_told)
+        self.copies = Manifest(self._folder.note, self._folder.has_told)
         self._noted: list[CopySet] = []  # what an owner that has died knew of them
+        self._before: tuple[Sequence[str] | None, Sequence[str]] = (
+            None,
+            (),
+        )  # members of another owner, and whom it left out
         self._is_examined = False
         self._devices: Mapping[str, DeviceProfile] = {}  # of the newest plan's members
         self._request: PlanRequest
@@ -180,7 +164,7 @@ class Training:
         if not self.result.state:
             self._steering.control.checkpoint()
         while not self.result.state:
-            found = await asyncio.to_thread(self._store.complete) if self._store is not None else []
+            found = await asyncio.to_thread(self._folder.find_saved)
             if found and found[0].next_step >= done and self._captured is not None:
                 return weights_of(self._captured, found[0])[0]
             if is_over():
@@ -203,99 +187,61 @@ class Training:
             with settled():
                 await self._epochs()
             await self._listen(self._steering.listeners.end(self.result, None))
-            self._ended("stopped" if self.result.stopped else "done")
+            self._folder.end("stopped" if self.result.stopped else "done")
         except MeshceeError as error:
-            if isinstance(error, UsageError) and self._diary is not None and self.result.losses:
-                how = f"once it is mended: `meshcee train JOB.py --resume {self._diary.run.id}`"
+            if isinstance(error, UsageError) and self._folder.id is not None and self.result.losses:
+                how = f"once it is mended: `meshcee train JOB.py --resume {self._folder.id}`"
                 error.args = (f"{error}; {how}", *error.args[1:])
-            self._ended("failed", error=str(error))
+            self._folder.end("failed", error=str(error))
             failure = error
             with contextlib.suppress(MeshceeError):  # what ended the run first is what counts
                 await self._listen(self._steering.listeners.end(self.result, str(error)))
         except BaseException as error:
-            self._ended("aborted", error=repr(error))
+            self._folder.end("aborted", error=repr(error))
             raise
         finally:
-            if self._diary is not None:
-                self._diary.close()
             self.owner = None
             if self._newcomers is not None:
                 self._newcomers.close()
-            await self._journal.end()
+            await self._folder.close()
             await self._turn.end()
             await asyncio.to_thread(self._steering.close)
         await self._telling.reports.put(failure)  # the last thing: whoever hears it may cancel this
 
-    def _ended(self, state: str, **more: Any) -> None:
-        if self._diary is not None and self._diary.is_begun:
-            self._diary.end(state, **more)
-
     def _go_on(self, wanted: str, captured: Capture) -> list[dict[str, Any]]:
         """Find the run and its checkpoint, see that they fit this job, take up what was reported. Returns that."""
-        if self._home is None:
-            raise UsageError("only a run that this machine keeps can be resumed: join a mesh, or say keeps=True")
-        run_id, _, step = wanted.partition("@")
-        run = self._home.run(run_id)
-        self._diary, store, about = Diary(run, self._trouble), CheckpointStore.found(run), run.about
-        if step or store.complete() or about.job is None:
-            begins, kinds = self._from_disk(store.find(step, run.id), run, captured)
-            check_weights(made_by_code(captured), about.weights, again=False)
-        else:  # its owner died before the first checkpoint, or elsewhere: the copies are all that there is, or its first step
-            check_same(self._job, captured, about.job, about.micro_batch)
-            threads = same_threads(self._job, about.devices, run.id)
-            self._job = replace(self._job, micro_batch_size=about.micro_batch, threads=threads)
-            begins, kinds = 0, about.devices
-            self._check_weights = partial(check_weights, first_weights(captured), about.weights)
-            self._check_weights(again=False)
-        reports = run.reports(begins)
-        for line in reports:
-            self._numbers.losses[line["step"]] = number(line["loss"])
-        self._steering.control.id = run.id
-        self._key, self._last = about.key or self._key, about.incarnation
-        told = next(s for s in itertools.count(begins) if s not in self._numbers.losses)
-        self._noted = [] if step else noted(run.folder, self._key, begins, told)
-        done = max([begins, *(copied.next_step for copied in self._noted)])
-        measured = (line for line in reports if line.get("metrics") and line["step"] < done)
-        self.result.metrics += [(line["step"], {n: number(v) for n, v in line["metrics"].items()}) for line in measured]
-        self.result.losses = [self._numbers.losses[s] for s in range(done)]
-        self._numbers.go_on(kinds, about.rounds)
-        self._steering.control.restore(reports, len(self._numbers.losses), is_over=run.is_over)
-        return reports
-
-    def _from_disk(self, base: Checkpoint, run: Run, captured: Capture) -> tuple[int, Sequence[Any]]:
-        """Begin with this checkpoint; its step, and the kinds of devices that have computed the run."""
-        base.check(self._job, captured)
-        threads = same_threads(self._job, base.manifest["devices"], run.id)
-        if base.next_step >= self._job.steps:
-            raise UsageError(
-                f"run {run.id} has done {base.next_step} steps and the job has {self._job.steps}: raise `steps` to go on, or use "
-                f"`meshcee checkpoint export {run.id}`"
-            )
-        base.verify()
-        self._steering.source.go_on(base.next_step, base.manifest.get("data", {}))
-        self._numbers.begins = base.next_step
-        self.base = self._durable = base
-        self._job = replace(self._job, micro_batch_size=base.micro_batch, threads=threads)
-        self._captured = captured.over(base.weights(captured.state))
-        return base.next_step, base.manifest["devices"]
+        found = self._folder.find(wanted, self._job, captured)
+        self._job, self._captured, self.base, begins = found.job, found.captured, found.base, found.begins
+        if found.base is not None:
+            self._steering.source.go_on(begins, found.base.manifest.get("data", {}))
+        numbers, result = self._numbers, self.result
+        numbers.begins = begins
+        for line in found.reports:
+            numbers.losses[line["step"]] = number(line["loss"])
+        self._key, self._noted = found.about.key or self._key, found.copies
+        if self._wanted.after:
+            self._before = Plan.from_json(found.about.plan).peers, found.about.failed
+        done = max([begins, *(copied.next_step for copied in found.copies)])
+        measured = (line for line in found.reports if line.get("metrics") and line["step"] < done)
+        result.metrics += [(line["step"], {n: number(v) for n, v in line["metrics"].items()}) for line in measured]
+        result.losses = [numbers.losses[s] for s in range(done)]
+        numbers.go_on(found.kinds, found.about.rounds)
+        self._steering.control.id = self._folder.id
+        self._steering.control.restore(found.reports, len(numbers.losses), is_over=found.is_over)
+        return found.reports
 
     def _look_at_data(self) -> None:
         """Whether it is the same when it is read again, and what it was when the run began."""
         keeps, begins = self._home is not None, self._numbers.begins
         is_same, found = repeats(self._job, keeps=keeps, begins=begins), sample_digests(self._job)
-        if self._diary is not None:
-            check_samples(found, self._diary.run.about.samples)
+        self._folder.check_samples(found)
         self._samples = found if is_same else None
 
     # -- epochs --------------------------------------------------------------------------------------------------------
 
     async def _epochs(self) -> None:
         """One epoch after the other until the job is done; raises what no further epoch would mend."""
-        members: Sequence[str] | None = None
-        failed: Sequence[str] = ()
-        if self._wanted.after and self._diary is not None:  # the owner before this one was another peer
-            about = self._diary.run.about
-            members, failed = Plan.from_json(about.plan).peers, about.failed
+        members, failed = self._before
         going = self._course = course.Course(
             self._job.steps,
             told=self._numbers.losses,
@@ -394,18 +340,19 @@ class Training:
             case moves.TellLeaving():
                 recovery.tell_leaving(command)
             case moves.GoOnFrom(step, with_peers, copies):
-                self.base = copies if with_peers else self._durable
+                self.base = copies if with_peers else self._folder.durable
                 self.result.state, self.result.averages = {}, {}  # an epoch that has ended in peace leaves its own
-                on_disk = self._durable.next_step if self._durable is not None else 0
+                on_disk = durable.next_step if (durable := self._folder.durable) is not None else 0
                 log.info(Event.STATE_FOUND, next_step=step, done=going.done, with_peers=with_peers, on_disk=on_disk)
             case moves.Stop(hand_over):
                 assert self.owner is not None
                 self.owner.stop(hand_over=hand_over)
             case moves.Finish():
-                is_saved = self._store is None or self.owner is None or self.owner.can_save
+                is_saved = self._folder.store is None or self.owner is None or self.owner.can_save
                 self.result.stopped = going.stopping and not (is_saved and len(self.result.losses) == self._job.steps)
-                if not self.result.state and self._durable and self._captured:  # its last epoch was lost behind the end
-                    found = await asyncio.to_thread(weights_of, self._captured, self._durable)
+                durable = self._folder.durable
+                if not self.result.state and durable and self._captured:  # its last epoch was lost behind the end
+                    found = await asyncio.to_thread(weights_of, self._captured, durable)
                     self.result.state, self.result.averages = found
             case moves.Fail(error):
                 raise error
@@ -441,9 +388,7 @@ class Training:
         """A step into the run's folder; what callbacks want of the run counts at once."""
         if self._steering.control.is_stopping and self._course is not None and not self._course.stopping:
             self.stop()
-        line = {**report.to_json(), **self._steering.control.news(report.step)}
-        if self._diary is not None:
-            self._diary.report(line)
+        self._folder.report({**report.to_json(), **self._steering.control.news(report.step)})
 
     async def _listen(self, call: Callable[[], None] | None, owner: Owner | None = None) -> None:
         """Callbacks are the user's code. While steps are fed they share the thread of the data: both may draw random numbers."""
@@ -454,8 +399,7 @@ class Training:
 
     def _saved(self) -> Callable[[], None] | None:
         """What has come to the disk since it was asked last, in whatever epoch that began."""
-        made = tuple(self._store.made) if self._store is not None else ()
-        return self._steering.listeners.saved((saved.next_step, saved.folder) for saved in made)
+        return self._steering.listeners.saved((saved.next_step, saved.folder) for saved in self._folder.saved())
 
     async def _meet(self, planned: Planned) -> moves.Met | moves.Failed:
         """See that all members of the plan are here and can run it; before the first epoch, that the plan computes the module."""
@@ -467,7 +411,7 @@ class Training:
             self.copies.restore(self._noted, self._agent.directory.peers.keys())
             self.base = self.copies.newest(len(self.result.losses)) or self.base
             self._noted = []
-        self._check_weights(again=self.base is None)
+        self._folder.check_weights(again=self.base is None)
         if self._job.verify and not self._is_examined:  # once: the finest cut covers what later plans cut
             self._is_examined = True
             await self._look_at_module(captured, plan)
@@ -502,22 +446,17 @@ class Training:
         self._agent.distrust(liars)
         log.warning(Event.TAKEN_BACK, step=step, done=len(self.result.losses))
         self.result.take_back(step, liars)
-        told = self._numbers.losses.take_back(step)
-        if self._diary is not None:
-            self._diary.take_back(told)
+        await asyncio.to_thread(self._folder.take_back, step, self._numbers.losses.take_back(step))
         self._steering.control.take_back(step)
         self._steering.listeners.take_back(step)
         self.copies.forget_after(step)
-        if self._store is not None:
-            await asyncio.to_thread(self._store.take_back, step)
 
     async def _states(self, done: int, without: Collection[str]) -> moves.States:
         """What is on the disk, and the copies that peers hold."""
-        if self._store is not None:
-            self._durable = await asyncio.to_thread(self._store.newest, self._durable)
-            await self._listen(self._saved())
+        await asyncio.to_thread(self._folder.look)
+        await self._listen(self._saved())
         copied = self.copies.newest(done, without)
-        on_disk = self._durable.next_step if self._durable is not None else 0
+        on_disk = durable.next_step if (durable := self._folder.durable) is not None else 0
         return moves.States(on_disk, copied.next_step if copied is not None else None, copied)
 
     async def _look_at_module(self, captured: Capture, plan: Plan) -> None:
@@ -555,8 +494,7 @@ class Training:
         return replace(self._request, job=self._costs(going.plan.what.plan.micro_batch), wanted=())
 
     def _how_to_go_on(self, error: MeshceeError, first: str = "start more peers") -> str:
-        run_id = self._diary.run.id if self._diary is not None else None
-        return how_to_go_on(error, first, self._agent.timeouts.regroup_s, run_id, self._durable)
+        return how_to_go_on(error, first, self._agent.timeouts.regroup_s, self._folder.id, self._folder.durable)
 
     async def _epoch(self, going: course.Course, planned: Planned, number: int) -> None:
         """Offer this plan, feed it to the end; its members may be gone by now."""
@@ -573,14 +511,18 @@ class Training:
         self._job = replace(self._job, micro_batch_size=plan.micro_batch, threads=plan.threads or None)  # from now on
         self._numbers.begin(plan, devices)
         self._request = replace(self._request, job=self._request.job.begun_on(self._numbers.classes))
-        self._incarnation = self._incarnation or next_incarnation(self._home, self._last)
+        self._incarnation = self._incarnation or self._folder.incarnation()
         epoch = Epoch(self._incarnation, number)
-        store = await asyncio.to_thread(self._keep, captured, plan, names)
-        if self._diary is not None:
-            resumed = self._wanted.resume is not None
-            self._journal.begin(self._job.name, self._diary.run, epoch[0], plan, resumed=resumed)
         start = self.base.next_step if self.base is not None else 0
-        if store is None or not self._job.adapt:
+        failed = [*self._course.missing.failed] if self._course is not None else []
+        resumed = self._wanted.resume is not None
+        entry = Entry(
+            self._job, captured, plan, names, self._key, epoch[0], start, self._numbers, self._samples, failed, resumed
+        )
+        await asyncio.to_thread(self._folder.write, entry)
+        self.result.run = self._steering.control.id = self._folder.id
+        self._folder.follow(entry)
+        if self._folder.store is None or not self._job.adapt:
             self._adaptation = None  # without a checkpoint there is nothing to begin another epoch with
         elif self._adaptation is None:
             from peers.owner.adaptation import Adaptation, Newcomers
@@ -618,7 +560,7 @@ class Training:
             most=most,
             kept=Supplies(
                 self.base,
-                store,
+                self._folder.store,
                 self._cadence,
                 max(len(self.result.losses), len(self._numbers.losses) if self._steering.control.is_stopping else 0),
                 holders,
@@ -635,55 +577,11 @@ class Training:
         if going.stopping:
             self.owner.stop()
         self.result.state = await self.owner.train(
-            Feed(self._job, captured, plan.micro_batch, start, self._fed, self._steering, self._samples is None), hear
+            Feed(self._job, captured, plan.micro_batch, start, self._folder.fed, self._steering, self._samples is None),
+            hear,
         )
         self.result.averages = await asyncio.to_thread(self.owner.averages, self.result.state)
         await self._listen(self._saved())
-
-    def _keep(self, captured: Capture, plan: Plan, names: Mapping[str, str]) -> CheckpointStore | None:
-        """The run's folder, made or taken over by this process, and its checkpoints."""
-        if self._home is None:
-            return None
-        info = {"steps": self._job.steps, "plan": plan.to_json(), "names": dict(names)}
-        info |= {
-            "rounds": (self._numbers.shares, self._numbers.coded),
-            "key": self._key,
-            "incarnation": self._incarnation,
-            "job": description(self._job, captured),
-            "micro_batch": plan.micro_batch,
-            "devices": sorted(self._numbers.kinds),
-            "failed": sorted(self._course.missing.failed) if self._course is not None else [],
-        }
-        try:
-            if self._diary is None:
-                info |= {"weights": first_weights(captured), "samples": self._samples or {}}
-                self._diary = Diary(self._home.new_run(self._job.name), self._trouble)
-            run, begins = self._diary.run, not self._diary.is_begun
-            if begins:
-                self._diary.begin(name=self._job.name, **info)
-            else:
-                self._diary.note(**info)
-            self.result.run = self._steering.control.id = run.id
-            self._ledger.run, self._ledger.folder, self._ledger.rely = self._key, run.folder, self._diary.sync
-            folder, devices, rely = run.checkpoints, sorted(self._numbers.kinds), self._diary.sync
-            self._store = CheckpointStore.of(folder, self._job, captured, plan.micro_batch, devices, self._store, rely)
-            self._store.spares, self._store.place = self._steering.control.spares, self._steering.source.state
-            self._store.pinned = self._numbers.begins if self._job.audit else 0
-            if begins:
-                self._store.forget_after(self.base.next_step if self.base is not None else 0)
-        except OSError as error:
-            told = f"{disk.refusal(error)}): {disk.remedy(error, 'set MESHCEE_HOME to another folder')}"
-            raise disk.kind_of(error)(f"the run's folder cannot be written ({told}") from error
-        if self._fed is None and (self._samples is None or (run.folder / FED).exists()):
-            from meshcee.sampling.fed import Fed
-
-            self._fed = Fed(run.folder / FED, self._numbers.losses.__contains__, self._floor)
-        return self._store
-
-    def _floor(self) -> int:
-        """The first step that training could still go back to."""
-        oldest = self._store.oldest() if self._store is not None and not self._job.audit else None
-        return oldest.next_step if oldest is not None else self._numbers.begins
 
     async def _hear(self, going: course.Course, report: Report, plan: Plan, epoch: Epoch) -> None:
         """Tell of a step once; hold a step that was computed again against what was told of it."""

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Collection, Iterable, Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -20,9 +21,11 @@ from meshcee.errors import JoinError, MeshceeError, PeerLostError, PlanError
 from meshcee.events import Event
 from peers.mesh_view import MeshView, named
 from peers.planning import Planned, PlanRequest, plan_here, request_plan
-from peers.state import Checkpoint
 from peers.transport import StreamClosed
 from peers.wire import Failures
+
+if TYPE_CHECKING:
+    from peers.state.checkpoint import Checkpoint
 
 __all__ = ["Recovery", "Stopwatch", "found_or_not", "how_to_go_on", "losses", "proposed"]
 

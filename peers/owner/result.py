@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from meshcee.capture import Capture
     from peers.owner.adaptation import Change
     from peers.owner.epoch import Report
-    from peers.state import Checkpoint
+    from peers.state.checkpoint import Checkpoint
 
 __all__ = ["Result", "Telling", "Wanted", "once", "weights_of"]
 

@@ -16,20 +16,39 @@ from typing import Any
 
 import structlog
 
+from meshcee.capture import Capture
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError
-from meshcee.files import Home, Run, Trouble
+from meshcee.fields import read
+from meshcee.files import Trouble
+from meshcee.files.home import About, Home, Run
+from meshcee.job import Job
+from meshcee.sampling.again import check_samples, sample_digests
 from peers.mesh_view import MeshView
 from peers.owner.turn import claims
-from peers.state import Found, Mirror, Shelf, seek, take
+from peers.state.checkpoint import check_same, check_weights, first_weights
+from peers.state.journal import Found, Mirror, seek, take
+from peers.state.shelf import Shelf
 from peers.transport import StreamClosed
 
-__all__ = ["lives", "stand_by"]
+__all__ = ["lives", "same_run", "stand_by"]
 
 log = structlog.get_logger()
 
 RETURNS_S = 4.0  # in which an owner of whom nobody has heard any more may come back
 AGAIN_S = 0.5
 WHAT = "the run that is followed"
+
+
+def same_run(job: Job, captured: Capture) -> Callable[[Mapping[str, Any]], None]:
+    """Of what a run is; raises UsageError where this job could not go on with it."""
+    own, samples = first_weights(captured), sample_digests(job)
+
+    def check(info: Mapping[str, Any]) -> None:
+        check_same(job, captured, info.get("job", {}), int(info.get("micro_batch", 0)))
+        check_weights(own, (about := read(info, About, "the run", defaults=True)).weights, again=True)
+        check_samples(samples, about.samples)
+
+    return check
 
 
 async def stand_by(

@@ -35,7 +35,8 @@ from meshcee.capture.initial_state import InitialState
 from meshcee.errors import CheckpointError, ProtocolError, UsageError
 from meshcee.events import Event
 from meshcee.fields import Count, read
-from meshcee.files import Run, disk, dumps, loads
+from meshcee.files import disk, dumps, loads
+from meshcee.files.home import Run
 from meshcee.files.tensor_files import Layout, OnDemand, byte_view, head_of
 from meshcee.job import Job
 from meshcee.sampling import order_digest

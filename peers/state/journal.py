@@ -24,9 +24,11 @@ import structlog
 from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError, NotPermittedError, ProtocolError, UsageError
 from meshcee.events import Event
-from meshcee.files import Home, Run, disk, dumps, loads
+from meshcee.files import Trouble, disk, dumps, loads
+from meshcee.files.home import Home, Run
 from meshcee.plan import Plan
 from peers.mesh_view import MeshView
+from peers.state.manifest import CopySet
 from peers.state.shelf import (
     CHUNK_BYTES,
     COPIES,
@@ -44,7 +46,7 @@ from peers.state.shelf import (
 from peers.transport import Frame, Stream, StreamClosed
 from peers.wire import messages, need, unless_silent
 
-__all__ = ["Found", "Journal", "Mirror", "seek", "shelves", "take"]
+__all__ = ["Found", "Journal", "Ledger", "Mirror", "noted", "seek", "shelves", "take"]
 
 log = structlog.get_logger()
 
@@ -599,3 +601,67 @@ async def _there(
             yield need(frame.header, "name", str), b"".join(map(bytes, frame.payloads))
 
     return seal, parts()
+
+
+WHAT = "the list of copies that peers hold"
+
+
+class Ledger:
+    """One run's. `note` is called with every new copy; the newest is written, one at a time, in a thread. The run's journal brings
+    it to others.
+    """
+
+    def __init__(self, agent: MeshView, trouble: Trouble, journal: Journal) -> None:
+        self.run = ""  # the name by which members know it
+        self.folder: Path | None = None  # of the run; without one nothing is written
+        self.rely: Callable[[], None] = lambda: None  # brings to the disk the reports of the steps before these copies
+        self._agent = agent
+        self._trouble = trouble
+        self._journal = journal
+        self._untold: CopySet | None = None  # is to be told once it is written
+        self._next: dict[str, Any] | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    def note(self, found: Sequence[CopySet]) -> None:
+        self._next = {"run": self.run, "copies": [copied.to_json() for copied in found]}
+        if self.folder is not None and not self._is_writing:
+            self._writing = self._agent.spawn(self._write(self.folder))
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    def has_told(self, copied: CopySet) -> bool:
+        """As a manifest's `is_told`. What the disk has refused passes for told: the run goes on."""
+        if not copied.asked and self._is_writing:
+            self._untold = copied
+        elif not copied.asked:
+            copied.asked = self._journal.ask()
+        return copied.asked > 0 and self._journal.heard(copied.asked)
+
+    async def _write(self, folder: Path) -> None:
+        while (what := self._next) is not None:
+            self._next = None
+            data = dumps(what).encode()
+            try:
+                await asyncio.to_thread(self._put, folder / COPIES, data)
+            except OSError as error:  # the run goes on; only a resumed one would go back further
+                self._trouble.tell(WHAT, error, len(data))
+            else:
+                self._trouble.over(WHAT)
+        if self._untold is not None:
+            self._untold.asked, self._untold = self._journal.ask(), None
+
+    def _put(self, path: Path, data: bytes) -> None:
+        self.rely()
+        disk.write_whole(path, data)
+
+
+def noted(folder: Path, run: str, after: int, done: int) -> list[CopySet]:
+    """Of steps beyond `after`, up to `done`; none of another run, as members know whose copies they keep."""
+    try:
+        data = loads((folder / COPIES).read_text())
+        found = [CopySet.from_json(copied) for copied in data["copies"]] if data["run"] == run else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+    return [copied for copied in found if after < copied.next_step <= done]

@@ -10,7 +10,7 @@ import asyncio
 from collections import ChainMap
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 import torch
@@ -21,7 +21,6 @@ from meshcee.events import Event
 from meshcee.files import Trouble
 from meshcee.files.tensor_files import OnDemand
 from meshcee.stage import AVERAGE
-from peers.state.checkpoint import Checkpoint, CheckpointStore
 from peers.state.copying import Copying
 from peers.state.fetch import Reader
 from peers.state.manifest import CopySet, Manifest
@@ -29,6 +28,9 @@ from peers.state.policy import RETRY_S, Cadence, Keepers
 from peers.state.saving import Saving
 from peers.transport import Frame
 from peers.wire import Link, Offer, messages
+
+if TYPE_CHECKING:
+    from peers.state.checkpoint import Checkpoint, CheckpointStore
 
 __all__ = ["Beginning", "Keeping", "Supplies", "state_for"]
 
@@ -68,7 +70,7 @@ class Keeping:
         self._links, self._until = links, until
         handed = kept.copies is not None and kept.copies.were_handed
         self._start = start if kept.copies is None else kept.copies.since(start)
-        self._base = kept.base if isinstance(kept.base, Checkpoint) else None
+        self._base = None if isinstance(kept.base, CopySet) else kept.base
         self._saved = -1 if isinstance(kept.base, CopySet) else start  # the step whose state need not be written
         self._end = -1  # the step whose state the owner must have before all is over
         self.saving = Saving(kept.store, kept.cadence, kept.trouble, links, captured, start, reader)

@@ -6,25 +6,19 @@ the one in the making, are all that is kept. So it is with far copies, which cou
 outlives its region. What one plan hands over to the next is a copy that only its makers hold: older ones are kept
 beside it.
 
-The owner's disk has the same table (`Ledger`), so a run whose owner has died goes on where its peers are.
+The owner's disk has the same table (peers/state/journal.py), so a run whose owner has died goes on where its peers are.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from meshcee.files import Trouble, disk, dumps, loads
 from meshcee.stage import AVERAGE
-from peers.mesh_view import MeshView
-from peers.state.journal import Journal
 from peers.state.policy import Cadence, FarCadence
-from peers.state.shelf import COPIES
 
-__all__ = ["CopySet", "Ledger", "Manifest", "StageCopy", "noted"]
+__all__ = ["CopySet", "Manifest", "StageCopy"]
 
 TRIES = 2  # epochs that may begin with copies which are not found
 
@@ -204,67 +198,3 @@ class Manifest:
         self._found = [c for c in self._found if c.next_step >= (least if c.far else step)]
         if self._found[-1:] != before:
             self._tell(self._found)
-
-
-WHAT = "the list of copies that peers hold"
-
-
-class Ledger:
-    """One run's. `note` is called with every new copy; the newest is written, one at a time, in a thread. The run's journal brings
-    it to others.
-    """
-
-    def __init__(self, agent: MeshView, trouble: Trouble, journal: Journal) -> None:
-        self.run = ""  # the name by which members know it
-        self.folder: Path | None = None  # of the run; without one nothing is written
-        self.rely: Callable[[], None] = lambda: None  # brings to the disk the reports of the steps before these copies
-        self._agent = agent
-        self._trouble = trouble
-        self._journal = journal
-        self._untold: CopySet | None = None  # is to be told once it is written
-        self._next: dict[str, Any] | None = None
-        self._writing: asyncio.Task[None] | None = None
-
-    def note(self, found: Sequence[CopySet]) -> None:
-        self._next = {"run": self.run, "copies": [copied.to_json() for copied in found]}
-        if self.folder is not None and not self._is_writing:
-            self._writing = self._agent.spawn(self._write(self.folder))
-
-    @property
-    def _is_writing(self) -> bool:
-        return self._writing is not None and not self._writing.done()
-
-    def has_told(self, copied: CopySet) -> bool:
-        """As a manifest's `is_told`. What the disk has refused passes for told: the run goes on."""
-        if not copied.asked and self._is_writing:
-            self._untold = copied
-        elif not copied.asked:
-            copied.asked = self._journal.ask()
-        return copied.asked > 0 and self._journal.heard(copied.asked)
-
-    async def _write(self, folder: Path) -> None:
-        while (what := self._next) is not None:
-            self._next = None
-            data = dumps(what).encode()
-            try:
-                await asyncio.to_thread(self._put, folder / COPIES, data)
-            except OSError as error:  # the run goes on; only a resumed one would go back further
-                self._trouble.tell(WHAT, error, len(data))
-            else:
-                self._trouble.over(WHAT)
-        if self._untold is not None:
-            self._untold.asked, self._untold = self._journal.ask(), None
-
-    def _put(self, path: Path, data: bytes) -> None:
-        self.rely()
-        disk.write_whole(path, data)
-
-
-def noted(folder: Path, run: str, after: int, done: int) -> list[CopySet]:
-    """Of steps beyond `after`, up to `done`; none of another run, as members know whose copies they keep."""
-    try:
-        data = loads((folder / COPIES).read_text())
-        found = [CopySet.from_json(copied) for copied in data["copies"]] if data["run"] == run else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
-    return [copied for copied in found if after < copied.next_step <= done]

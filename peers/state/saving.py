@@ -11,6 +11,7 @@ import asyncio
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -19,11 +20,13 @@ from meshcee.capture import Capture
 from meshcee.errors import leaves
 from meshcee.files import Trouble
 from meshcee.files.tensor_files import Layout, byte_view, head_of
-from peers.state.checkpoint import Checkpoint, CheckpointStore, Draft, Writer
 from peers.state.fetch import Fetch, Reader, Shape
 from peers.state.manifest import CopySet, StageCopy
 from peers.state.policy import Cadence
 from peers.wire import Link, Offer
+
+if TYPE_CHECKING:
+    from peers.state.checkpoint import Checkpoint, CheckpointStore, Draft, Writer
 
 __all__ = ["Saving", "StageFiles"]
 
@@ -38,7 +41,7 @@ class StageFiles:
 
     def __init__(self, draft: Draft, offer: Offer, stage: StageCopy) -> None:
         self.wanted: dict[str, Shape] = {}  # by digest, in the order of the files
-        self._left = deque[tuple[Writer, deque[tuple[str, torch.dtype]]]]()
+        self._left: deque[tuple[Writer, deque[tuple[str, torch.dtype]]]] = deque()
         for kind, digests, layout, file in zip(
             ("model", "optimizer"),
             (stage.weights, stage.optimizer),

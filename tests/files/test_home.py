@@ -21,7 +21,7 @@ from meshcee.files.home import Home, Run
 from meshcee.files.tensor_files import save
 from meshcee.files.trouble import Trouble
 from peers.cli.ui.wishes import ask_to_stop
-from peers.owner.diary import Diary
+from peers.owner.folder import Diary
 from tests.rig.disks import RefusingDisk
 
 

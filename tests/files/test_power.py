@@ -34,15 +34,15 @@ from peers.cli.ui.sources import FolderSource
 from peers.mesh_view import MeshView
 from peers.node.admission import Admin, Membership
 from peers.node.founding import Founding
-from peers.owner.diary import Diary
 from peers.owner.epoch import Report
+from peers.owner.folder import Diary
 from peers.owner.job_run import Training
 from peers.owner.result import Result
 from peers.owner.story import Story
 from peers.state import checkpoint
 from peers.state.checkpoint import CheckpointStore, Draft
-from peers.state.journal import Journal, Mirror
-from peers.state.manifest import CopySet, Ledger, noted
+from peers.state.journal import Journal, Ledger, Mirror, noted
+from peers.state.manifest import CopySet
 from peers.state.shelf import COPIES, INFO, REPORTS, Seal
 from peers.transport import Frame
 from peers.wire import messages

@@ -20,7 +20,7 @@ from meshcee.callbacks import Control
 from meshcee.eager import plain_steps
 from meshcee.errors import CaptureError, UsageError
 from meshcee.events import Event
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.hf import Trainer
 from meshcee.hf.events import NOTES
 from tests.hf.tiny import WORDS, arguments, llama, ragged, texts, tokenizer_of_words

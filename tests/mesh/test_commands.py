@@ -21,7 +21,7 @@ import safetensors.torch
 
 from dht.addresses import peer_of
 from dht.signing import Identity, Token
-from meshcee.files import Home
+from meshcee.files.home import Home
 from peers.node.admission import Membership
 from tests.mesh.harness import Peers, environment, meshcee, p2pds_of, peers, training, wait_until
 

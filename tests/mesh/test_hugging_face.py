@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.hf import Trainer
 from tests.hf.tiny import arguments, llama, texts
 from tests.mesh.harness import Peers

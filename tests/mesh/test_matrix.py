@@ -28,7 +28,8 @@ from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.plan import Pipeline, Plan, Stage
 from meshcee.stage.plan_checks import why_one_pipeline
-from peers.node.assemble import JoinOptions, join
+from peers.node.early import JoinOptions
+from peers.node.in_process import join
 from peers.node.mesh import Mesh
 from peers.owner.epoch import Owner, Report
 from peers.owner.feed import Feed

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from dht import Token
 from meshcee import __version__
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.files.steady import write_fact
 from peers.cli.doctor import machine
 from peers.cli.doctor.facts import Device, Exactness, Facts, Guards, Invite, Mesh, Refused, Unseen

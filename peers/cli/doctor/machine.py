@@ -33,7 +33,8 @@ from dht import Members
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import Versions
-from meshcee.files import Home, disk, is_locked, limits, loads
+from meshcee.files import disk, limits, loads
+from meshcee.files.home import Home, is_locked
 from peers.cli.doctor.facts import Device, Folder, Guards, Memory, Network, Package, Pass, Process, Shared, Unseen
 from peers.cli.joining.owner_use import busy_core_seconds
 

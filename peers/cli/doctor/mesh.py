@@ -14,7 +14,7 @@ from dataclasses import replace
 from dht import dialable
 from meshcee.errors import unwrap
 from meshcee.figures.kernels import class_of
-from meshcee.files import Home
+from meshcee.files.home import Home
 from peers.cli.doctor.facts import Mesh, Neighbour, Refused
 from peers.cli.doctor.paths import doors, interfaces, with_paths
 from peers.device import host_id

@@ -9,7 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from dht import Token, dialable, is_public, peer_of
-from meshcee.files import Home, disk
+from meshcee.files import disk
+from meshcee.files.home import Home
 from peers.cli.joining.ports import opened
 from peers.node.founding import founded, founds_again
 

@@ -15,7 +15,7 @@ import structlog
 
 from dht import Identity
 from meshcee.errors import JoinError, NotPermittedError, UsageError
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.files.steady import write_fact
 from peers.cli.joining.lines import line_file, write_line
 from peers.cli.session import Screen, run_async

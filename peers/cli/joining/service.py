@@ -22,7 +22,8 @@ from pathlib import Path
 
 from dht import Token
 from meshcee.errors import JoinError, UsageError
-from meshcee.files import Home, disk
+from meshcee.files import disk
+from meshcee.files.home import Home
 from peers.cli.joining.lines import keep_line
 from peers.cli.joining.notice import known
 from peers.cli.joining.yielding import Hours

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshcee.errors import JoinError, unwrap
 from peers.cli.joining.yielding import Rule, Seen, Standing
-from peers.node import Departure
+from peers.node.departure import Departure
 
 __all__ = ["Stay", "Watch"]
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from dht import MAX_ADDRESSES, ROLES, Role, Token, dialable
 from meshcee.errors import NotPermittedError, UsageError
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.files.steady import write_fact
 from peers.cli.joining.lines import limits
 from peers.cli.session import Screen, configure_logging, run_async, waiting

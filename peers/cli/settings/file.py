@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from meshcee.errors import UsageError
-from meshcee.files import under
+from meshcee.files.home import under
 
 __all__ = ["config_file", "defaults_of", "is_there", "subcommands"]
 

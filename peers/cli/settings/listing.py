@@ -16,7 +16,7 @@ from rich.table import Table
 
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import UsageError
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.files.steady import write_fact
 from peers.cli.session import Screen
 from peers.cli.settings.file import config_file, defaults_of, is_there, subcommands

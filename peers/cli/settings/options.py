@@ -16,7 +16,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from meshcee.config import LONGEST_LEAVE_S
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.files.token_file import read_token
 
 __all__ = [

@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from meshcee.errors import UsageError
-from meshcee.files import Home, Run
+from meshcee.files.home import Home, Run
 from peers.cli.session import configure_logging, run_async
 from peers.cli.ui.sources import FolderSource, MeshSource, Source
 from peers.mesh_view import MeshView

@@ -12,11 +12,12 @@ from typing import Literal
 
 from dht import ROLES, Role, Token
 from meshcee.errors import JoinError, NotPermittedError, UsageError
-from meshcee.files import Home, Run
+from meshcee.files.home import Home, Run
 from peers.cli.ui.wishes import Wishes, ask_to_stop, wish_checkpoint
-from peers.node import Mesh, ask_to_leave, find_peer
+from peers.node import Mesh
 from peers.node.agent import Agent
 from peers.node.authority import authority_of
+from peers.node.departure import ask_to_leave, find_peer
 
 __all__ = ["NEEDS", "Act", "Acts", "drains", "of_folder", "of_training", "role_in"]
 

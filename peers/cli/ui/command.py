@@ -17,7 +17,8 @@ import structlog
 from dht import Directory
 from meshcee.errors import UsageError
 from meshcee.events import Event
-from meshcee.files import Home, Run, disk
+from meshcee.files import disk
+from meshcee.files.home import Home, Run
 from meshcee.files.steady import write_fact
 from peers.cli.session import Screen, configure_logging, run_async
 from peers.cli.ui.acts import Acts, drains, of_folder, role_in

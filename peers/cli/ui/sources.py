@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import msgspec
 
 from meshcee.errors import MeshceeError
-from meshcee.files import Run, loads
+from meshcee.files import loads
+from meshcee.files.home import Run
 from meshcee.picture import FIGURES, Painter
 from peers.mesh_view import MeshView
 

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from meshcee.errors import UsageError
-from meshcee.files import Home, Run
+from meshcee.files.home import Home, Run
 from peers.cli.ui.sources import MeshSource
 from peers.cli.ui.wishes import Wishes
 from peers.measure import Trace

@@ -21,7 +21,8 @@ import psutil
 
 from meshcee.callbacks import Callback, Control
 from meshcee.errors import MeshceeError, UsageError
-from meshcee.files import Run, disk, is_locked
+from meshcee.files import disk
+from meshcee.files.home import Run, is_locked
 
 __all__ = ["Wishes", "ask_to_stop", "mark_stop", "wish_checkpoint"]
 

@@ -23,7 +23,8 @@ from meshcee.errors import NonFiniteLossError, ProtocolError
 from meshcee.role import Place
 from meshcee.stage import first_moments
 from peers.owner.answers import Answers
-from peers.state import Beginning, Checkpoint, CopySet, Reader, state_for
+from peers.state import Beginning, CopySet, Reader, state_for
+from peers.state.checkpoint import Checkpoint
 from peers.state.fetch import Fetch, Shape
 from peers.transport import Frame
 from peers.wire import Link, Offer, Round, digest_of, digests_in, messages, need

@@ -25,7 +25,8 @@ import structlog
 from meshcee.callbacks import Callback, Control
 from meshcee.errors import MeshceeError
 from meshcee.figures import Observed
-from meshcee.files import Home, disk, dumps
+from meshcee.files import disk, dumps
+from meshcee.files.home import Home
 from meshcee.plan import Plan
 from peers.mesh_view import MeshView, named
 

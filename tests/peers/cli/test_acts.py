@@ -20,13 +20,15 @@ import pytest
 from dht import Role
 from meshcee.callbacks import Control
 from meshcee.errors import UsageError
-from meshcee.files import Home, Run, disk
+from meshcee.files import disk
+from meshcee.files.home import Home, Run
 from peers.cli.runs import stop_run
 from peers.cli.ui.acts import Acts, drains, of_folder, role_in
 from peers.cli.ui.watching import page_of
 from peers.cli.ui.wishes import Wishes, ask_to_stop, mark_stop, wish_checkpoint
-from peers.node import Departure
-from peers.node.assemble import InProcess, JoinOptions
+from peers.node.departure import Departure
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of
 from tests.rig.disks import RefusingDisk
 from tests.rig.virtual_time import run as on_virtual_time

@@ -49,7 +49,7 @@ from peers.cli.session import SETTINGS, Screen
 from peers.device import fingerprints, kernel_class, kernels
 from peers.node import JoinOptions
 from peers.node.agent import Agent
-from peers.node.assemble import InProcess
+from peers.node.in_process import InProcess
 from peers.transport.p2p.interfaces import announced
 
 GIB = 1 << 30

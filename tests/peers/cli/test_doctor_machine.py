@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dht import Identity, MeshKey, certify
-from meshcee.files import Home
+from meshcee.files.home import Home
 from peers.cli.doctor import machine
 from peers.node.admission import Membership
 

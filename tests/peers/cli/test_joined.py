@@ -9,7 +9,8 @@ import pytest
 from dht import Identity, LinkRecord, PeerRecord
 from meshcee.figures import FEW, DeviceProfile, LinkProfile
 from peers.cli.joining.joined import Joined, joined, look
-from peers.node.assemble import InProcess, JoinOptions
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from tests.rig.virtual_time import virtual_time
 
 ME, ANNA, BEN, CARL = (Identity.generate().peer_id for _ in range(4))

@@ -24,7 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from dht import RunRecord
 from meshcee.callbacks import Control
 from meshcee.errors import UsageError, unwrap
-from meshcee.files import Home, loads
+from meshcee.files import loads
+from meshcee.files.home import Home
 from meshcee.job import Job
 from peers.cli.meters import Meters, address_of, metered
 from peers.cli.meters.health import FIRST_S, of_run

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from dht import Grant, Identity, PeerRecord, Token
 from meshcee.errors import NotPermittedError, UsageError
-from meshcee.files import Home
+from meshcee.files.home import Home
 from peers.cli.joining import nearby
 from peers.cli.joining.joined import Joined
 from peers.cli.joining.lines import limits

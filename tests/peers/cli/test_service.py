@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from dht import Grant, Identity, Token
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, UsageError
-from meshcee.files import Home
+from meshcee.files.home import Home
 from peers.cli.joining import service as joining_service
 from peers.cli.joining.lines import line_file
 from peers.cli.joining.notice import find

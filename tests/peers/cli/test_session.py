@@ -19,7 +19,8 @@ import structlog
 
 import meshcee
 from meshcee.errors import UsageError
-from meshcee.files import Home, disk
+from meshcee.files import disk
+from meshcee.files.home import Home
 from meshcee.user_code import JOB_FILE
 from peers.cli.main import app, main
 from peers.cli.session import configure_logging, load_job, not_loaded, run_async, short_ids, waiting

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from meshcee.errors import UsageError
-from meshcee.files import Home, loads, under
+from meshcee.files import loads
+from meshcee.files.home import Home, under
 from peers.cli.main import app, main
 from peers.cli.settings import config_file, defaults_of
 

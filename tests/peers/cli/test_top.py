@@ -11,7 +11,8 @@ pytest.importorskip("textual", reason="the top extra is not installed")
 from textual.widgets import DataTable, Sparkline, Static
 
 from meshcee.errors import JoinError, UsageError
-from meshcee.files import Home, dumps
+from meshcee.files import dumps
+from meshcee.files.home import Home
 from meshcee.picture import Painter, Picture
 from peers.cli.session import printable
 from peers.cli.top import run_top

@@ -15,7 +15,8 @@ from structlog.testing import capture_logs
 
 from meshcee.errors import UsageError
 from meshcee.events import Event
-from meshcee.files import Home, Run, dumps
+from meshcee.files import dumps
+from meshcee.files.home import Home, Run
 from meshcee.picture import Painter, Picture
 from peers.cli.main import main
 from peers.cli.ui.command import listed, tell_when_alone

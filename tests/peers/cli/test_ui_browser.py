@@ -20,7 +20,7 @@ import pytest
 
 from dht import Role
 from meshcee.figures import BlockCost
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.picture import Painter, picture_of_capture
 from meshcee.picture.account import Account, plan_view
 from peers.cli.ui.acts import NEEDS, Act, Acts

@@ -13,11 +13,11 @@ import psutil
 import pytest
 
 from meshcee.errors import JoinError, UsageError
-from meshcee.files import Home
+from meshcee.files.home import Home
 from peers.cli.joining.owner_use import Machine, is_metered, use_by_others
 from peers.cli.joining.staying import Stay, Watch
 from peers.cli.joining.yielding import Hours, Rule, Seen, Standing
-from peers.node import Departure
+from peers.node.departure import Departure
 from peers.owner.epoch import Report
 from peers.transport import Frame
 from peers.wire import messages

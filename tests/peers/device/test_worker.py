@@ -239,7 +239,7 @@ ELSEWHERE = """
 import asyncio, sys
 from meshcee.config import Limits, Timeouts
 from peers.device.worker import Workers
-from peers.node.assemble import Agent
+from peers.node.agent import Agent
 
 async def main():
     async with Workers(Limits(), Timeouts()) as found:

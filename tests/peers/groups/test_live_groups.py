@@ -30,7 +30,8 @@ from meshcee.plan import Plan, Predicted
 from meshcee.planner.live import situation
 from meshcee.simulator import period_s
 from peers.device.compute import Pace
-from peers.node.assemble import InProcess, JoinOptions
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from peers.owner.job_run import Result, question
 from peers.planning import job_costs
 from peers.planning.coordinator import PlanRequest

@@ -18,7 +18,8 @@ from peers.device.profile import measure_device
 from peers.measure.measuring import PROBE_SHARE
 from peers.measure.probe import LIGHT_S, MOST_MEASURED_BYTES_PER_S, Probed, Turns, probe_link
 from peers.measure.sounding import SHARE, sound
-from peers.node.assemble import InProcess, JoinOptions
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from peers.transport.base import Frame, StreamClosed, Transport
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire import messages

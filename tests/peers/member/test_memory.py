@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from meshcee.files import Home
+from meshcee.files.home import Home
 from meshcee.stage.runner import StageRunner
 from tests.peers.owner.test_recovery import a_mesh, stage_of, train
 

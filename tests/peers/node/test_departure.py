@@ -20,12 +20,13 @@ from meshcee.figures.profile import DeviceProfile
 from meshcee.files.home import Home
 from peers.node import assemble
 from peers.node.agent import Agent
-from peers.node.assemble import InProcess, JoinOptions
 from peers.node.departure import Departure, ask_to_leave, find_peer
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from peers.node.mesh import Mesh
-from peers.owner.diary import Numbers
 from peers.owner.epoch import Report
 from peers.owner.job_run import Result
+from peers.owner.numbers import Numbers
 from tests.peers.owner.test_recovery import FAST, a_mesh, assert_undisturbed, captured_job, job_of, stage_of, train
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here
@@ -213,7 +214,10 @@ async def test_the_device_that_an_owner_lends_leaves_and_the_owner_stays(
 
         monkeypatch.setattr(assemble, "a_peer", agent)
         other = await here.start("other", lends=False)
-        async with assemble.join(JoinOptions(name="mine", compute=True), home) as mesh, asyncio.TaskGroup() as group:
+        async with (
+            assemble.an_owner(JoinOptions(name="mine", compute=True), home) as mesh,
+            asyncio.TaskGroup() as group,
+        ):
             lender = here.agents["mine-device"].peer_id
 
             def hear(report: Report) -> None:
@@ -256,7 +260,7 @@ async def test_an_owner_whose_device_cannot_join_says_so_and_goes_on_when_it_is_
 
         monkeypatch.setattr(assemble, "a_peer", agent)
         with pytest.raises(JoinError, match="nobody is there"):
-            async with assemble.join(JoinOptions(compute=True, region="nowhere"), Home(tmp_path)):
+            async with assemble.an_owner(JoinOptions(compute=True, region="nowhere"), Home(tmp_path)):
                 pass
         with structlog.testing.capture_logs() as logs:
             async with assemble.lender(JoinOptions(compute=True), Home(tmp_path), gone.set) as lender:

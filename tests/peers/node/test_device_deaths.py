@@ -19,12 +19,13 @@ from benchmarks.one_seed import decided_by
 from benchmarks.virtual_chaos import TIMES, captured_job, expected, job_of, now
 from meshcee.config import Limits
 from meshcee.errors import MeshceeError
-from meshcee.files import Home
+from meshcee.files.home import Home
 from peers.device.graphs import Graphs
 from peers.member.executor import Executor
-from peers.node.assemble import InProcess, JoinOptions
 from peers.node.device_process import DeviceProcess, process, program
 from peers.node.device_process.messages import FROM_DEVICE
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from peers.node.mesh import Mesh
 from peers.transport.bridge import TAKES, Channel, bridged, pair
 from peers.transport.bridge.passing import joined

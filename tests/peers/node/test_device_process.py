@@ -34,7 +34,6 @@ from peers.device.graphs import Graphs
 from peers.device.worker.packets import Confinement, sealed
 from peers.measure import block_profiler
 from peers.node.agent import Agent
-from peers.node.assemble import InProcess, JoinOptions
 from peers.node.device_process import DeviceProcess, confine, process
 from peers.node.device_process.child import Child
 from peers.node.device_process.messages import (
@@ -58,6 +57,8 @@ from peers.node.device_process.messages import (
     State,
     first,
 )
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from peers.state import fetch
 from peers.transport import StreamClosed
 from peers.transport.bridge import GIVES, TAKES, Channel, Passing, pair
@@ -190,7 +191,7 @@ async def test_a_process_signs_the_steps_of_an_audit_with_a_key_that_speaks_for_
         return await judge(self, *case)
 
     monkeypatch.setattr(Agent, "judge", note)
-    monkeypatch.setattr("peers.node.assemble.Compute", lambda device, pace: DeviceProcess(device, Graphs(Limits())))
+    monkeypatch.setattr("peers.node.in_process.Compute", lambda device, pace: DeviceProcess(device, Graphs(Limits())))
     job = make_job(audit=1.0)
     async with InProcess(JoinOptions(), timeouts=FAST) as here:
         for name in ("p0", "p1"):

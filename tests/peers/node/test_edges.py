@@ -18,7 +18,8 @@ from meshcee.errors import ClockError, JoinError, ProtocolError
 from meshcee.fields import plain
 from peers.device import Graphs
 from peers.measure.sounding import ASK_S, sound
-from peers.node.assemble import QUICK, InProcess, JoinOptions
+from peers.node.early import JoinOptions
+from peers.node.in_process import QUICK, InProcess
 from peers.state.restoring import Lender
 from peers.transport.base import Frame, Stream
 from peers.transport.memory import MemoryNetwork

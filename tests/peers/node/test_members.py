@@ -30,14 +30,15 @@ from dht import (
 )
 from meshcee.config import Limits, Timeouts
 from meshcee.errors import JoinError, MeshceeError, NotPermittedError, UsageError
-from meshcee.files import Home
+from meshcee.files.home import Home
 from peers.node import admission
 from peers.node.admission import Admin, Membership, enrol, is_more
 from peers.node.agent import Agent
-from peers.node.assemble import InProcess, JoinOptions
 from peers.node.authority import Authority, authority_of
 from peers.node.departure import Departure, ask_to_leave
+from peers.node.early import JoinOptions
 from peers.node.founding import Founding, founded, founds_again
+from peers.node.in_process import InProcess
 from peers.transport import Frame, MemoryNetwork, Stream, StreamClosed, Transport
 from tests.mutation import breaks, changed
 

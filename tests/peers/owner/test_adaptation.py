@@ -64,7 +64,8 @@ from meshcee.planner.live import situation
 from meshcee.simulator import period_s
 from peers.device.compute import Pace
 from peers.measure.sounding import sound
-from peers.node.assemble import QUICK, InProcess, JoinOptions
+from peers.node.early import JoinOptions
+from peers.node.in_process import QUICK, InProcess
 from peers.owner import adaptation
 from peers.owner.adaptation import Adaptation, Change, Newcomers
 from peers.owner.job_run import Result

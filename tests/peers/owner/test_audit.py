@@ -25,8 +25,8 @@ from meshcee.optim import PER_PARAMETER, Optimizer
 from meshcee.plan import Plan
 from peers.member.audit import StepWitness
 from peers.owner.audit import check_judges, own_class
-from peers.owner.diary import Losses
 from peers.owner.epoch import Report
+from peers.owner.numbers import Losses
 from peers.transport import Frame
 from peers.transport.stream import FramedStream
 from peers.wire import messages

@@ -27,7 +27,8 @@ from meshcee.job import Job
 from meshcee.sampling import FED, repeats
 from meshcee.sampling.fed import FORGOTTEN, LOOK_FOR_ROOM, REFUSED, Fed
 from meshcee.sampling.order import draw
-from peers.node.assemble import JoinOptions, join
+from peers.node.early import JoinOptions
+from peers.node.in_process import join
 from peers.owner.epoch import Report
 from peers.owner.feed import Feed
 from peers.owner.result import Result

@@ -26,7 +26,8 @@ from meshcee.events import Event
 from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.optim import Optimizer, Schedule
-from peers.node.assemble import JoinOptions, join
+from peers.node.early import JoinOptions
+from peers.node.in_process import join
 from peers.owner.job_run import Result
 from peers.state.checkpoint import CheckpointStore
 from tests.mutation import breaks, changed

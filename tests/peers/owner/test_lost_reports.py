@@ -13,7 +13,7 @@ from torch import nn
 
 import meshcee
 from meshcee.errors import CheckpointError
-from meshcee.files import Home
+from meshcee.files.home import Home
 
 
 class Lowers(meshcee.Callback):

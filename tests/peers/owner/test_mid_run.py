@@ -11,8 +11,9 @@ import torch
 from meshcee.eager import plain
 from meshcee.errors import UsageError
 from meshcee.files.home import Home
-from peers.node.assemble import JoinOptions, join
 from peers.node.departure import Departure
+from peers.node.early import JoinOptions
+from peers.node.in_process import join
 from peers.state.checkpoint import CheckpointStore
 from tests.peers.member.test_training import make_job
 from tests.peers.owner.test_recovery import a_mesh, captured_job, job_of, stage_of

@@ -19,7 +19,8 @@ from peers.device.compute import Pace
 from peers.member.executor import Executor
 from peers.member.service import Member
 from peers.mesh_view import LONGEST_SHUNNED_S, SHUNNED_S
-from peers.node.assemble import InProcess, JoinOptions
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from peers.owner.epoch import Report
 from peers.owner.job_run import Training
 from peers.owner.recovery import Recovery

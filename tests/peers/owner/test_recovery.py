@@ -28,7 +28,8 @@ from meshcee.job import Job
 from meshcee.plan import Plan
 from meshcee.stage.runner import StageRunner
 from peers.measure.sounding import sound
-from peers.node.assemble import QUICK, InProcess, JoinOptions
+from peers.node.early import JoinOptions
+from peers.node.in_process import QUICK, InProcess
 from peers.node.mesh import Mesh
 from peers.owner import adaptation, offering
 from peers.owner.epoch import Report

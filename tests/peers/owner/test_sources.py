@@ -25,7 +25,8 @@ from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.sampling import FED
 from meshcee.sampling.stream import READ_AGAIN
-from peers.node.assemble import JoinOptions, join
+from peers.node.early import JoinOptions
+from peers.node.in_process import join
 from peers.owner.epoch import Report
 from peers.owner.result import Result
 from peers.state.checkpoint import CheckpointStore

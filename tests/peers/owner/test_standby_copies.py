@@ -21,7 +21,7 @@ from peers.device.compute import Pace
 from peers.node.mesh import Mesh
 from peers.owner.epoch import Report
 from peers.state.copying import Copying
-from peers.state.manifest import Ledger
+from peers.state.journal import Ledger
 from peers.transport.memory import Impairment
 from tests.mutation import breaks, changed
 from tests.peers.owner.test_standby import Story

@@ -18,7 +18,7 @@ from meshcee.files import Trouble, disk
 from peers.device.compute import Pace
 from peers.owner.epoch import Report
 from peers.owner.standby import WHAT
-from peers.state.manifest import noted
+from peers.state.journal import noted
 from peers.transport.endpoint import Endpoint
 from tests.peers.owner.test_standby import DIES_AT, Story, assert_exact, killed
 from tests.rig.disks import RefusingDisk

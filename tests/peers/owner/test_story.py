@@ -14,7 +14,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from meshcee.callbacks import Control
-from meshcee.files import Home, loads
+from meshcee.files import loads
+from meshcee.files.home import Home
 from meshcee.picture import Painter
 from meshcee.plan import Plan
 from peers.cli.ui.sources import FolderSource

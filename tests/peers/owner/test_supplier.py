@@ -28,14 +28,15 @@ from meshcee.job import At, Job
 from meshcee.sampling import batch_of, inputs_of
 from peers.device import Graphs
 from peers.member import Member
-from peers.node.assemble import InProcess, JoinOptions
 from peers.node.departure import Departure, ask_to_leave
 from peers.node.device_process import DeviceProcess
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from peers.node.mesh import Mesh
-from peers.owner.diary import Numbers
 from peers.owner.epoch import Report
 from peers.owner.feed import Feed
 from peers.owner.job_run import Result
+from peers.owner.numbers import Numbers
 from peers.owner.supplier import Supplier
 from peers.transport.base import Frame, StreamClosed
 from peers.wire import messages
@@ -200,7 +201,7 @@ async def test_pipelines_beside_each_other_get_the_samples_of_their_own_micro_ba
 @pytest.mark.slow
 async def test_members_whose_devices_are_processes_are_fed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them by its own peer, which has the data."""
-    monkeypatch.setattr("peers.node.assemble.Compute", lambda device, pace: DeviceProcess(device, Graphs(Limits())))
+    monkeypatch.setattr("peers.node.in_process.Compute", lambda device, pace: DeviceProcess(device, Graphs(Limits())))
     async with InProcess(JoinOptions(), timeouts=FAST) as here:
         source = Here(Noisy(96))
         await here.start("hospital", datasets={"pairs": source})

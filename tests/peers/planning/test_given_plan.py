@@ -10,7 +10,8 @@ from meshcee.capture import capture
 from meshcee.errors import PlanError, UsageError
 from meshcee.figures import DeviceProfile
 from meshcee.optim import Optimizer
-from peers.node.assemble import InProcess, JoinOptions
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from peers.owner.offering import check_members
 from peers.planning.given import check_plan, placed
 from tests.peers.groups.test_groups import mixing_job

@@ -30,7 +30,8 @@ from meshcee.optim import Optimizer
 from meshcee.plan import Plan
 from meshcee.planner import choose, live
 from peers.device.compute import Pace
-from peers.node.assemble import QUICK, InProcess, JoinOptions
+from peers.node.early import JoinOptions
+from peers.node.in_process import QUICK, InProcess
 from peers.owner.adaptation import Newcomers
 from peers.planning import PlanRequest, longer
 from peers.planning.longer import Longer

@@ -31,7 +31,8 @@ from meshcee.job import At, Job
 from meshcee.optim import Optimizer
 from meshcee.plan import Plan
 from peers.device.compute import Pace
-from peers.node.assemble import InProcess, JoinOptions
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from peers.owner.answers import Answers, Report
 from peers.owner.feed import Portion
 from peers.planning.asking import question

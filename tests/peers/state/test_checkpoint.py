@@ -31,7 +31,8 @@ from meshcee.files.home import Home, Run
 from meshcee.job import Job
 from meshcee.optim import PER_PARAMETER, Optimizer, Schedule
 from meshcee.stage.weights import optimizer_layout
-from peers.node.assemble import JoinOptions, join
+from peers.node.early import JoinOptions
+from peers.node.in_process import join
 from peers.owner.job_run import Result
 from peers.state.checkpoint import MANIFEST, Checkpoint, CheckpointStore
 from peers.state.fetch import Reader, serve

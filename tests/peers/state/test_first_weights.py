@@ -20,9 +20,10 @@ from meshcee.files import disk, dumps
 from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.optim import Optimizer
-from peers.node.assemble import JoinOptions, join
+from peers.node.early import JoinOptions
+from peers.node.in_process import join
 from peers.owner import offering
-from peers.state import check_weights, first_weights
+from peers.state.checkpoint import check_weights, first_weights
 from tests.peers.owner.test_standby import Story, killed
 from tests.rig.reference import reference
 from tests.rig.virtual_time import quiet, run

@@ -16,7 +16,8 @@ from meshcee.eager import plain
 from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.optim import Optimizer
-from peers.node.assemble import InProcess, JoinOptions
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from peers.node.mesh import Mesh
 from peers.transport.base import Frame
 from peers.transport.memory import MemoryNetwork

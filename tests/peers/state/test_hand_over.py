@@ -23,8 +23,8 @@ from meshcee.files.home import Home
 from meshcee.plan import Plan
 from peers.node.mesh import Mesh
 from peers.owner.adaptation import Adaptation
-from peers.owner.diary import Numbers
 from peers.owner.epoch import Report
+from peers.owner.numbers import Numbers
 from peers.state.checkpoint import CheckpointStore
 from peers.state.copying import Copying
 from peers.state.keeping import Keeping, Supplies

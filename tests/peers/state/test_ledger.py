@@ -16,7 +16,8 @@ from meshcee.files.home import Home
 from peers.node.mesh import Mesh
 from peers.owner.result import Result
 from peers.state.checkpoint import Checkpoint
-from peers.state.manifest import CopySet, noted
+from peers.state.journal import noted
+from peers.state.manifest import CopySet
 from peers.state.shelf import COPIES
 from tests.rig.virtual_time import quiet, run
 

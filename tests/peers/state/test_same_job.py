@@ -20,8 +20,7 @@ from meshcee.files.home import Home
 from meshcee.job import At, Job
 from meshcee.optim import Optimizer, Schedule
 from meshcee.sampling.again import check_samples, sample_digests
-from peers.state import check_same
-from peers.state.checkpoint import description
+from peers.state.checkpoint import check_same, description
 from tests.peers.state import test_first_weights
 
 ROOT = Path(__file__).resolve().parents[3]

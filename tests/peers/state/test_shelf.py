@@ -22,7 +22,8 @@ from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError, NotPermittedError, ProtocolError
 from meshcee.files.home import Home
 from peers.node.agent import Agent
-from peers.node.assemble import InProcess, JoinOptions
+from peers.node.early import JoinOptions
+from peers.node.in_process import InProcess
 from peers.state import shelf
 from peers.state.journal import Found, Journal, Mirror, seek, shelves, take
 from peers.state.shelf import CHUNK_BYTES, COPIES, INFO, MOST_RUNS, REPORTS, Over, Seal

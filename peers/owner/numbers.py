@@ -1,33 +1,34 @@
-"""What the owner writes into its run's folder while it trains: run.json, a line for every step, and how it ended.
-
-The idea: a disk that is full or cannot be written does not end a run. What it refuses is kept here, and brought to it before what
-comes next. A checkpoint relies on the lines of the steps before it, so they reach the disk first (`sync`).
-"""
+"""What a run has computed so far, and on what devices; and what outlives its process, which is nothing unless it has a folder."""
 
 from __future__ import annotations
 
 import itertools
 import math
-import threading
-import time
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from meshcee.errors import MeshceeError, UsageError
 from meshcee.figures import DeviceProfile, class_of
 from meshcee.figures.kernels import KernelClass
-from meshcee.files import Home, Run, Trouble, disk, dumps
 from meshcee.job import Job
 from meshcee.plan import Plan
-from peers.state import RETRY_S
+from peers.state import CopySet
 
-__all__ = ["Diary", "Losses", "Numbers", "next_incarnation", "same_threads"]
+if TYPE_CHECKING:
+    from meshcee.capture import Capture
+    from meshcee.files.home import About, Home
+    from meshcee.sampling.fed import Fed
+    from peers.state.checkpoint import Checkpoint, CheckpointStore
+
+__all__ = ["Entry", "Losses", "Numbers", "Resumed", "Unwritten", "next_incarnation", "same_threads"]
 
 log = structlog.get_logger()
 
+UNLIKE = 1e-3  # how much a repeated loss may differ, relatively, where devices or codecs round differently
 _incarnations = itertools.count(1)
 
 
@@ -131,90 +132,104 @@ def same_threads(job: Job, kinds: Sequence[Any], run: str) -> int | None:
     return int(min(had))
 
 
-UNLIKE = 1e-3  # how much a repeated loss may differ, relatively, where devices or codecs round differently
-LINES, ABOUT, RESULT = "the run's reports", "the run's description", "the run's result"
+@dataclass(frozen=True)
+class Entry:
+    """What is written of a run when an epoch begins: what is trained, from which step, by which plan, under which name for members
+    (`key`). `samples`: digests of a few, None where what is fed must be kept. `failed`: peers that plans leave out.
+    """
+
+    job: Job
+    captured: Capture
+    plan: Plan
+    names: Mapping[str, str]
+    key: str
+    incarnation: int
+    first_step: int
+    numbers: Numbers
+    samples: Mapping[str, str] | None
+    failed: Sequence[str]
+    resumed: bool
 
 
-class Diary:
-    """Of the run that this process owns, from now until `close`; UsageError while another process owns it."""
+@dataclass(frozen=True)
+class Resumed:
+    """A run to go on with: this job, with these weights. `base`: None where it begins with copies, or with its first step.
+    `kinds`: of devices that have computed it. `reports`: of steps behind `base`.
+    """
 
-    def __init__(self, run: Run, trouble: Trouble) -> None:
-        self.run = run
-        self._trouble = trouble
-        self._lock = threading.Lock()  # lines are told by the event loop, and wanted on the disk by threads
-        self._held = run.hold()
-        self._waiting = [b"\n"] if disk.is_torn(run.report_file) else []  # lines not in the file, or the end of one
-        self._file = run.report_file
-        self._info = run.info
-        self._is_noted = True
-        self.is_begun = False
-        self._retry_s = 0.0  # on the monotonic clock
+    job: Job
+    captured: Capture
+    base: Checkpoint | None
+    kinds: Sequence[Any]
+    about: About
+    reports: list[dict[str, Any]]
+    copies: list[CopySet]
 
-    def begin(self, **info: Any) -> None:
-        """The run goes on, or begins, with this process: no result counts any more. Raises what the disk refuses."""
-        self._info |= {"started": self._info.get("started", time.time()), **info}
-        disk.write_whole(self.run.folder / "run.json", dumps(self._info).encode())
-        disk.remove(self.run.folder / "result.json")
-        disk.sync_folder(self.run.folder)
-        disk.append(self._file, b"".join(self._waiting))
-        self._waiting.clear()
-        self.is_begun = True
+    is_over: bool
 
-    def note(self, **info: Any) -> None:
-        """What has become of it since."""
-        self._info |= info
-        self._is_noted = False
-        self._write_info()
+    @property
+    def begins(self) -> int:
+        return self.base.next_step if self.base is not None else 0
 
-    def _write_info(self) -> None:
-        data = dumps(self._info).encode()
-        try:
-            disk.write_whole(self.run.folder / "run.json", data)
-        except OSError as error:
-            self._trouble.tell(ABOUT, error, len(data))
-        else:
-            self._is_noted = True
-            self._trouble.over(ABOUT)
+
+class Unwritten:
+    """Of a run that no disk knows. `peers.owner.folder.Folder` is of one that this machine keeps.
+
+    `id`: of the run. `store`: where this epoch's checkpoints go. `durable`: the newest checkpoint, or that the run goes on from.
+    `fed`: what the run was fed, where data[i] is another sample whenever it is read.
+    """
+
+    id: str | None = None
+    store: CheckpointStore | None = None
+    durable: Checkpoint | None = None
+    fed: Fed | None = None
+
+    def find(self, wanted: str, job: Job, captured: Capture) -> Resumed:
+        """The run to go on with, by its id, or ID@STEPS. UsageError where it is not here, or does not fit this job."""
+        raise UsageError("only a run that this machine keeps can be resumed: join a mesh, or say keeps=True")
+
+    def incarnation(self) -> int:
+        """Of an owner that begins now."""
+        return next_incarnation(None)
+
+    def check_samples(self, found: Mapping[str, str]) -> None:
+        """UsageError where a run that goes on was fed others."""
+
+    def check_weights(self, *, again: bool) -> None:
+        """UsageError where a run that goes on began with others; `again`: it begins with its first step."""
+
+    def write(self, entry: Entry) -> None:
+        """An epoch begins."""
+
+    def follow(self, entry: Entry) -> None:
+        """Others may follow the run; in the event loop, behind `write`."""
+
+    def note(self, found: Sequence[CopySet]) -> None:
+        """These copies of the state are with members."""
+
+    def has_told(self, copied: CopySet) -> bool:
+        """Whether who may go on with the run knows of these copies."""
+        return True
 
     def report(self, line: Mapping[str, Any]) -> None:
         """One step has been told of."""
-        with self._lock:
-            self._waiting.append(dumps(line).encode() + b"\n")
-            if self._trouble.monotonic() < self._retry_s:
-                return
-            try:
-                self._append()
-            except OSError as error:
-                self._retry_s = self._trouble.monotonic() + RETRY_S
-                self._trouble.tell(LINES, error, sum(map(len, self._waiting)))
 
-    def take_back(self, steps: Iterable[int]) -> None:
-        """These were told of, and do not count."""
-        for step in steps:
-            self.report({"step": step, "loss": None})
+    def saved(self) -> list[Checkpoint]:
+        """The newest checkpoints that were made, in whatever epoch, the newest last."""
+        return []
 
-    def _append(self) -> None:
-        if self._waiting:
-            disk.append(self._file, b"".join(self._waiting))
-            self._waiting.clear()
-            self._trouble.over(LINES)
+    def find_saved(self) -> list[Checkpoint]:
+        """All that are on the disk, the newest first."""
+        return []
 
-    def sync(self) -> None:
-        """Every line that was told survives a power cut. Raises what the disk refuses."""
-        with self._lock:
-            self._append()
-        disk.sync_file(self._file)
-        if not self._is_noted:
-            self._write_info()
+    def look(self) -> None:
+        """See which checkpoint is the newest."""
+
+    def take_back(self, step: int, told: Iterable[int]) -> None:
+        """Nothing since this step counts any more; `told`: steps that were reported."""
 
     def end(self, state: str, **more: Any) -> None:
-        data = dumps({"state": state, "ended": time.time(), **more}).encode()
-        try:
-            self.sync()
-            disk.write_whole(self.run.folder / "result.json", data)
-        except OSError as error:
-            self._trouble.tell(RESULT, error, len(data))
+        """The run is over, if it has begun."""
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Somebody else may go on with it."""
-        self._held.close()
