@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median_low
 
-from meshcee.figures import Cluster, Measured, Workload
+from meshcee.figures import Cluster, Measured
+from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
 from meshcee.simulator import build
 

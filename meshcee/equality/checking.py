@@ -20,7 +20,7 @@ from meshcee.equality.watch import digest
 from meshcee.errors import UnequalError, UsageError
 from meshcee.job import Job, check_is_job
 from meshcee.sampling import leaving_nothing, unrepeatable
-from meshcee.stage import Chain, split_blocks
+from meshcee.stage.chain import Chain, split_blocks
 
 __all__ = ["STAGES", "STEPS", "Checked", "check", "refuse"]
 

@@ -18,7 +18,7 @@ from meshcee.capture.unread import unread
 from meshcee.errors import UsageError
 from meshcee.job import Job
 from meshcee.sampling import NO_STEP, batch_of, generators_put_back
-from meshcee.stage import Chain
+from meshcee.stage.chain import Chain
 from meshcee.user_code import as_number, calling
 
 __all__ = ["try_data", "try_metrics"]

@@ -44,7 +44,7 @@ from meshcee.job import Job, seed_of
 from meshcee.optim import Optimizer
 from meshcee.sampling import GENERATORS, Source, call_model, inputs_of, rebuild, source_of
 from meshcee.sampling.traces import leaving_nothing
-from meshcee.stage import Chain
+from meshcee.stage.chain import Chain
 
 __all__ = ["Net", "examine"]
 

@@ -1,8 +1,8 @@
 """The numbers that a planner may use: profiles of devices and links, costs of blocks, seconds that were measured, testbeds.
 
 Values only. Figures are in bytes, seconds and operations, and say where they come from; no torch is loaded, so a plan can be
-made where nothing can be trained. `kernels` says which devices compute the same bits. `scenario`, which reads testbeds, and
-`amounts`, which puts figures into words, are imported by name.
+made where nothing can be trained. `kernels` says which devices compute the same bits. `workload`, what a planner
+knows of a model, `scenario`, which reads testbeds, and `amounts`, which puts figures into words, are imported by name.
 """
 
 from meshcee.figures.hosts import as_run, threads_of
@@ -13,35 +13,29 @@ from meshcee.figures.profile import AT_HAND, BlockCost, Cluster, Device, DeviceP
 from meshcee.figures.rate import LEAST_BYTES, Rate
 from meshcee.figures.timing import KINDS, MAX_DISTINCT, MAX_SIZES, BlockTimes, Triple
 from meshcee.figures.versions import Versions
-from meshcee.figures.workload import CODECS, HOST_MESSAGE_S, SUM_BUCKET_BYTES, KindTimes, Workload
 
 __all__ = [
     "AT_HAND",
-    "CODECS",
     "DEFAULT_LINK",
     "FEW",
-    "HOST_MESSAGE_S",
     "KINDS",
     "LEAST_BYTES",
     "MAX_DISTINCT",
     "MAX_SIZES",
     "MIXES",
     "MOST_MICROS",
-    "SUM_BUCKET_BYTES",
     "BlockCost",
     "BlockTimes",
     "Cluster",
     "Device",
     "DeviceProfile",
     "JobCosts",
-    "KindTimes",
     "LinkProfile",
     "Measured",
     "Observed",
     "Rate",
     "Triple",
     "Versions",
-    "Workload",
     "as_run",
     "class_of",
     "fitting",

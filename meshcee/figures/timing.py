@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta
 
 from meshcee.errors import ProtocolError
 from meshcee.fields import Finite, read
-from meshcee.figures.workload import KindTimes
+
+if TYPE_CHECKING:
+    from meshcee.figures.workload import KindTimes
 
 __all__ = ["KINDS", "MAX_DISTINCT", "MAX_SIZES", "BlockTimes"]
 
@@ -63,6 +65,8 @@ class BlockTimes:
 
     def kind_times(self, places: Sequence[int]) -> KindTimes:
         """For a model whose block k is the same work as its block `places[k]`."""
+        from meshcee.figures.workload import KindTimes
+
         column = {block: k for k, block in enumerate(self.blocks)}
         if missing := sorted(set(places) - column.keys()):
             raise ProtocolError(f"block {missing[0]} is not in the profile")

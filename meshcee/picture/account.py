@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshcee.fields import plain, read
-from meshcee.figures import Cluster, Workload
+from meshcee.figures import Cluster
+from meshcee.figures.workload import Workload
 from meshcee.picture.values import Boundary, Help, PlanView, Seat
 from meshcee.plan import Plan
 from meshcee.show.words import boundaries, limit, stages, with_names

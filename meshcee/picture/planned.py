@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from meshcee.figures import Cluster, LinkProfile, Workload
+from meshcee.figures import Cluster, LinkProfile
+from meshcee.figures.workload import Workload
 from meshcee.picture.account import account_of
 from meshcee.picture.gantt import expected_gantt
 from meshcee.picture.layout import places

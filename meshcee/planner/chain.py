@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from meshcee.figures import Cluster, Workload
+from meshcee.figures import Cluster
+from meshcee.figures.workload import Workload
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.schedule import residence_s
 

@@ -15,7 +15,8 @@ from itertools import permutations
 from typing import Any
 
 from meshcee.errors import PlanError
-from meshcee.figures import CODECS, Cluster, Device, LinkProfile, Workload
+from meshcee.figures import Cluster, Device, LinkProfile
+from meshcee.figures.workload import CODECS, Workload
 from meshcee.plan import Plan
 from meshcee.planner.chain import Codecs, Layout, layout_of
 from meshcee.planner.rules import Shortage, missing, needs, shortages

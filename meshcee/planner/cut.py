@@ -17,7 +17,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from meshcee.figures import Cluster, Device, Workload
+from meshcee.figures import Cluster, Device
+from meshcee.figures.workload import Workload
 
 __all__ = [
     "DeviceClass",

@@ -22,14 +22,13 @@ from meshcee.figures import (
     Cluster,
     DeviceProfile,
     JobCosts,
-    KindTimes,
     LinkProfile,
     Measured,
-    Workload,
     as_run,
     class_of,
     with_classes,
 )
+from meshcee.figures.workload import KindTimes, Workload
 from meshcee.plan import LeftOut, Plan
 from meshcee.planner.regions import cluster_of
 from meshcee.planner.rules import OF_ADAMW, between, copies_factor, shortages

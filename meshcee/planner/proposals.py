@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshcee.figures import MOST_MICROS, Cluster, Workload
+from meshcee.figures import MOST_MICROS, Cluster
+from meshcee.figures.workload import Workload
 from meshcee.planner.chain import Chain, ChainStage, Layout
 from meshcee.planner.cut import DeviceClass, classes_of
 from meshcee.planner.rows import Beam, Row, Rows, best_of

@@ -18,7 +18,8 @@ from itertools import combinations, pairwise, permutations
 
 import numpy as np
 
-from meshcee.figures import Cluster, Workload
+from meshcee.figures import Cluster
+from meshcee.figures.workload import Workload
 from meshcee.planner.chain import Chain, ChainStage, Codecs, shares
 from meshcee.planner.cut import DeviceClass, Floats, Join, StageTable, Suffix, cut, ladder, ring_of
 from meshcee.planner.rules import Runs

@@ -16,8 +16,9 @@ import numpy as np
 
 from meshcee.config import AUDIT_COPIES, FAR_COPIES, OTHERS_COPIES, OWN_COPIES
 from meshcee.errors import PlanError
-from meshcee.figures import Cluster, Workload
+from meshcee.figures import Cluster
 from meshcee.figures.amounts import size, times_as_long
+from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
 from meshcee.planner.chain import Codecs, Layout, peers_of
 from meshcee.planner.cut import DeviceClass

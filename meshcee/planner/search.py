@@ -19,7 +19,8 @@ from itertools import islice, permutations
 from math import inf, perm
 
 from meshcee.errors import PlanError
-from meshcee.figures import MOST_MICROS, Cluster, Workload
+from meshcee.figures import MOST_MICROS, Cluster
+from meshcee.figures.workload import Workload
 from meshcee.plan import LeftOut, Pipeline, Plan, Predicted
 from meshcee.planner.chain import Chain, ChainStage, Codecs, Layout, layout_of, peers_of, to_plan
 from meshcee.planner.moves import SLACKS, Moves, all_shifted

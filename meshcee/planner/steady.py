@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshcee.errors import PlanError
-from meshcee.figures import Cluster, Workload
+from meshcee.figures import Cluster
+from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
 from meshcee.simulator import Edge, Instance, build, period_s, quick_period_s
 

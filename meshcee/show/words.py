@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from meshcee.figures import Cluster, Workload
+from meshcee.figures import Cluster
+from meshcee.figures.workload import Workload
 from meshcee.plan import Pipeline, Plan, Stage
 from meshcee.planner import needs
 from meshcee.simulator import Timeline, simulate

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise, permutations
 
 from meshcee.errors import PlanError
-from meshcee.figures import HOST_MESSAGE_S, SUM_BUCKET_BYTES, Cluster, Workload
+from meshcee.figures import Cluster
+from meshcee.figures.workload import HOST_MESSAGE_S, SUM_BUCKET_BYTES, Workload
 from meshcee.plan import Pipeline, Plan, Stage
 
 __all__ = ["Edge", "Instance", "Node", "Ring", "build"]

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from meshcee.errors import PlanError
-from meshcee.figures import Cluster, Workload
+from meshcee.figures import Cluster
 from meshcee.figures.scenario import LinkChange
+from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
 from meshcee.simulator.engine import Outcome, Span, run
 from meshcee.simulator.instance import Instance, build

@@ -15,7 +15,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshcee.capture.graph import Program, Value, integer, quiet
+from meshcee.capture.graph import Program, Value, quiet
+from meshcee.capture.graph.sizes import integer
 from meshcee.optim import Optimizer
 from meshcee.stage.runner import StageRunner
 

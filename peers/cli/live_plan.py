@@ -12,7 +12,8 @@ from pathlib import Path
 
 from meshcee.capture import Capture, capture
 from meshcee.errors import PlanError
-from meshcee.figures import Cluster, JobCosts, Measured, Workload, class_of
+from meshcee.figures import Cluster, JobCosts, Measured, class_of
+from meshcee.figures.workload import Workload
 from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.plan import Plan

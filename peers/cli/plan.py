@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshcee.errors import PlanError, UsageError
-from meshcee.figures import CODECS
 from meshcee.figures.scenario import LinkChange, Scenario, load_scenario, packaged
+from meshcee.figures.workload import CODECS
 from meshcee.files import disk, loads
 from meshcee.files.steady import write_fact
 from meshcee.plan import Plan

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from meshcee.errors import ProtocolError
-from meshcee.figures import SUM_BUCKET_BYTES
+from meshcee.figures.workload import SUM_BUCKET_BYTES
 from peers.device import Compute
 from peers.wire import need
 

@@ -24,7 +24,8 @@ import torch
 from msgspec import Meta
 
 from meshcee.capture import Program, StageSpec
-from meshcee.capture.graph import Value, integer, unfolded
+from meshcee.capture.graph import Value, unfolded
+from meshcee.capture.graph.sizes import integer
 from meshcee.config import Timeouts
 from meshcee.errors import MeshceeError, PlanError, ProtocolError
 from meshcee.fields import Count, plain, read, unpack

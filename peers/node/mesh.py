@@ -23,7 +23,7 @@ from meshcee.plan import Epoch, Plan
 from meshcee.sampling.again import unrepeatable
 from peers.node.agent import Agent
 from peers.node.early import check_told
-from peers.owner import EvaluationFeed, Predictions, Report, Result, Training, Wanted, next_incarnation, own, with_state
+from peers.owner import Report, Result, Training, Wanted, next_incarnation, own
 from peers.planning import Planned, ask_plan, given_plan, question
 
 if TYPE_CHECKING:
@@ -128,6 +128,8 @@ class Mesh:
         predicts: bool,
     ) -> tuple[dict[str, float], Any]:
         """Plan, offer, evaluate; again when the coordinator has changed in between."""
+        from peers.owner.evaluation import EvaluationFeed, Predictions, with_state
+
         job = replace(job, eval_data=job.eval_data if data is None else data)
         if job.eval_data is None:
             raise UsageError("there is nothing to evaluate: give data, or set eval_data in the job")

@@ -5,19 +5,15 @@ kept (`folder`), and who waits for an owner to die (`standby`), are imported by 
 """
 
 from peers.owner.epoch import Report
-from peers.owner.evaluation import EvaluationFeed, Predictions, with_state
 from peers.owner.job_run import Training, own
 from peers.owner.numbers import next_incarnation
 from peers.owner.result import Result, Wanted
 
 __all__ = [
-    "EvaluationFeed",
-    "Predictions",
     "Report",
     "Result",
     "Training",
     "Wanted",
     "next_incarnation",
     "own",
-    "with_state",
 ]

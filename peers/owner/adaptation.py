@@ -43,7 +43,8 @@ from meshcee.adapt import (
 )
 from meshcee.errors import MeshceeError, PlanError
 from meshcee.events import Event
-from meshcee.figures import BlockTimes, Cluster, JobCosts, LinkProfile, Measured, Workload
+from meshcee.figures import BlockTimes, Cluster, JobCosts, LinkProfile, Measured
+from meshcee.figures.workload import Workload
 from meshcee.plan import Plan
 from meshcee.planner import choose, most_micros, situation
 from meshcee.simulator import period_s

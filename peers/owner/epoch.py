@@ -29,7 +29,6 @@ from meshcee.job import Job
 from meshcee.plan import Epoch, Plan, Term
 from meshcee.stage import tensors
 from peers.owner.answers import Answers, CodecNews, Report
-from peers.owner.evaluation import Outputs, averaged
 from peers.owner.feed import Feed, Portion, Stalls
 from peers.owner.offering import Offering
 from peers.state import Keeping, Reader, Supplies
@@ -58,6 +57,7 @@ if TYPE_CHECKING:
     from meshcee.adapt import Shares
     from peers.measure import Trace
     from peers.owner.audit import Auditing
+    from peers.owner.evaluation import Outputs
 
 __all__ = ["Owner", "Report", "in_doubt"]
 
@@ -189,6 +189,8 @@ class Owner:
         """Run the one evaluation of this feed; returns its metrics. `hear_outputs` gets (micro, [loss, *outputs])."""
         metrics: dict[str, float] = {}
 
+        from peers.owner.evaluation import averaged
+
         async def body() -> None:
             answers = await self._order.get()
             assert answers is not None
@@ -204,7 +206,10 @@ class Owner:
     ) -> None:
         """Offer, feed, hear until `body` is done, part in peace; raises the cause of a failure."""
         self._start = feed.start if trains else None
-        self._outputs = Outputs(self._job, self._capture, feed, self.in_users_thread, hear_outputs)
+        if self._job.eval_data is not None:
+            from peers.owner.evaluation import Outputs
+
+            self._outputs = Outputs(self._job, self._capture, feed, self.in_users_thread, hear_outputs)
         beside: list[asyncio.Task[None]] = []  # ended when all is done
         try:
             async with asyncio.TaskGroup() as group:
@@ -567,6 +572,8 @@ class Owner:
             await self._until(answers.complete)
             del self._answers[answers.round.number]
             if answers.round.forward_only:
+                from peers.owner.evaluation import averaged
+
                 assert held is not None
                 await self._tell(feed, report, replace(held, metrics=averaged(self._job, feed, answers)))
                 waited = feed.steering.listeners.waits != "never"  # then the next step has not begun before

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshcee.capture import capture, decode_program, encode_program
-from meshcee.capture.graph import NodeRefused, integer
+from meshcee.capture.graph import NodeRefused
 from meshcee.capture.graph.guards import GUARDED
 from meshcee.capture.graph.operators import ALLOWED, find_operator
+from meshcee.capture.graph.sizes import integer
 from meshcee.errors import CaptureError, GraphError
 from meshcee.job import Job
 from meshcee.optim import Optimizer

@@ -11,7 +11,6 @@ from meshcee.capture.graph.operators import FUNCTION, Operator, find_operator, o
 from meshcee.capture.graph.program import Batch, Dim, Free, Input, Node, Program, Ref, StageSpec, Value, is_random
 from meshcee.capture.graph.rows import Cut, divided
 from meshcee.capture.graph.same_work import alike, tied
-from meshcee.capture.graph.sizes import integer
 from meshcee.capture.graph.strides import canonical, contiguous, dense, moved, unexpanded
 from meshcee.capture.graph.verify import NodeRefused
 
@@ -39,7 +38,6 @@ __all__ = [
     "divided",
     "find_operator",
     "find_recomputed",
-    "integer",
     "is_random",
     "moved",
     "operator_name",
