@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshcee.errors import UsageError
 from meshcee.files.layout import GRAIN_BYTES, memory_at
 from meshcee.files.tensor_files import Checkpoint
-from meshcee.job import WEIGHS_NOTHING, At, Job, check_is_job, seeded, shares_of
+from meshcee.job import WEIGHS_NOTHING, At, Job, check_is_job, parts_of, seeded, shares_of
 from meshcee.sampling import collated, look_anew, source_of
 
 __all__ = [
@@ -64,6 +64,7 @@ class Plain(_Plain):
     """What the plain loop leaves, under the names of what `meshcee.train` returns."""
 
     ema: dict[str, torch.Tensor]  # as state_dict, with the average of what was trained, if the job wants one
+    terms: dict[str, list[float]]  # one a step, of each term that the job's loss tells of
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class PlainStep:
     module: nn.Module  # the job's own, until the next step; after the last step it is as it was
     state_dict: dict[str, torch.Tensor]
     ema: dict[str, torch.Tensor]
+    terms: dict[str, float]  # weighted and added as the loss is
 
 
 def plain(job: Job, steps: int | None = None, micro_batch: int | None = None) -> Plain:
@@ -96,14 +98,16 @@ def plain(job: Job, steps: int | None = None, micro_batch: int | None = None) ->
         raise UsageError(
             f"the data is at {job.data.where!r}, and the plain loop reads it here: replace(job, data=...) first"
         )
-    losses, norms = [], []
+    losses, norms, terms = [], [], dict[str, list[float]]()
     steps = job.steps if steps is None else steps
     for done in plain_steps(job, steps, micro_batch):
         losses.append(done.loss)
         norms.append(done.norm)
+        for name, value in done.terms.items():
+            terms.setdefault(name, []).append(value)
         if done.step == steps - 1:
             found = Plain(losses, norms, _copied(done.module), done.state_dict)
-            found.ema = done.ema
+            found.ema, found.terms = done.ema, terms
     return found
 
 
@@ -153,15 +157,17 @@ def _trained(job: Job, model: nn.Module, steps: int, micro_batch: int) -> Iterat
                 batches.append(_tensors(collated(job.collate, samples, job.seed, step, start)))
             else:
                 batches.append(_pair(model, samples))
-        total, losses = 0.0, []
+        total, losses, terms = 0.0, [], dict[str, float]()
         for micro, ((x, y), weight) in enumerate(zip(batches, _weights(job, [y for _, y in batches]))):
             with seeded(job.seed, step, micro), job.autocast():
-                loss = job.loss(_call(model, _halved(x) if full else x), y)
+                loss, told = parts_of(job.loss(_call(model, _halved(x) if full else x), y))
             if weight == 0 and not loss.isfinite():
                 of = f"the loss of step {step + 1}, micro-batch {micro + 1}"
                 warnings.warn(f"{of} is {loss.item()}. {WEIGHS_NOTHING}", stacklevel=2)
-            (loss * weight).backward()  # type: ignore[no-untyped-call]
+            (loss * weight).backward()
             total += loss.item() * weight
+            for name, term in told.items():
+                terms[name] = terms.get(name, 0.0) + term.item() * weight
             losses.append(loss.detach())
         if full:
             for name, master in masters.items():
@@ -184,7 +190,7 @@ def _trained(job: Job, model: nn.Module, steps: int, micro_batch: int) -> Iterat
             average.update_parameters(nn.ParameterList(masters.values()))
             averages = {name: p.detach() for name, p in zip(masters, average.module.parameters(), strict=True)}
             ema = _state_dict(model, full | averages)
-        yield PlainStep(step, total, losses, norm.item(), grads, model, _state_dict(model, full), ema)
+        yield PlainStep(step, total, losses, norm.item(), grads, model, _state_dict(model, full), ema, terms)
         optimizer.zero_grad()
         model.zero_grad()
 

@@ -26,7 +26,7 @@ from meshcee.errors import UsageError
 from meshcee.figures import MIXES
 from meshcee.optim import Optimizer, Schedule, plain_number
 
-__all__ = ["WEIGHS_NOTHING", "At", "Job", "check_is_job", "seed_of", "seeded", "shares_of"]
+__all__ = ["WEIGHS_NOTHING", "At", "Job", "check_is_job", "parts_of", "seed_of", "seeded", "shares_of"]
 
 T = TypeVar("T")
 
@@ -147,7 +147,8 @@ class Job:
     weights    a safetensors checkpoint that the model starts from, as `model.load_state_dict` would load it: a file, or a
                folder with model.safetensors or with shards and their index
     loss       (output, target) -> scalar tensor; `reduction` says whether it is the mean or the sum over samples. An
-               evaluation gives the mean per sample of either
+               evaluation gives the mean per sample of either. Or {"loss": scalar, "kl": scalar, ...}: "loss" is trained,
+               and each step tells of the others, weighted and added over micro-batches as the loss is (`report.terms`)
     data       map-style: `len(data)` and `data[i] -> (x, y)`; x and y are tensors, numbers, or tuples / dicts of them.
                Samples are stacked along a new first dimension. `model(x)`, `model(*x)` or `model(**x)` by x's type.
                Or data[i] is a dict of columns, each one tensor: `model(**row)`, without the label if forward has no parameter
@@ -195,7 +196,7 @@ class Job:
     """
 
     model: nn.Module | Callable[[], nn.Module]
-    loss: Callable[[Any, Any], torch.Tensor]
+    loss: Callable[[Any, Any], torch.Tensor | Mapping[str, torch.Tensor]]
     data: Any
     optimizer: Optimizer
     batch_size: int
@@ -405,6 +406,13 @@ def shares_of(weights: Sequence[float]) -> list[float]:
     """What each of these counts for in their whole, which is added in order. Where all are 0 there is no whole, and none counts."""
     whole = reduce(add, weights, 0.0)
     return [weight / whole if whole or weight else 0.0 for weight in weights]
+
+
+def parts_of(told: Any) -> tuple[Any, dict[str, Any]]:
+    """The loss, and the terms that a step tells of beside it. Job.loss returns a tensor, or {"loss": loss, "kl": kl}."""
+    if isinstance(told, Mapping) and "loss" in told:
+        return told["loss"], {name: term for name, term in told.items() if name != "loss"}
+    return told, {}
 
 
 def check_is_job(job: Any) -> None:

@@ -36,6 +36,8 @@ class Control:
     last step, whoever asks for it.
     """
 
+    terms: tuple[str, ...] = ()  # what each step tells of beside the loss, from `on_resume` and `on_plan` on
+
     def __init__(
         self, name: str = "job", *, metrics: Sequence[str] = (), saves: bool = False, evaluates: bool = True
     ) -> None:

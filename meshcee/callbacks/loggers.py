@@ -89,6 +89,7 @@ class _Logger(Callback, ABC):
 def _figures(report: Mapping[str, Any]) -> dict[str, float]:
     """What there is of a step, and of the evaluation behind it."""
     found = {name: report.get(name) for name in FIGURES}
+    found |= {f"train/{name}": value for name, value in report.get("terms", {}).items()}
     found |= {f"eval/{name}": value for name, value in report.get("metrics", {}).items()}
     return {name: float(value) for name, value in found.items() if value is not None}
 
@@ -109,7 +110,8 @@ class _Csv(_Logger):
 
     def open(self, run: Control, reports: Sequence[Mapping[str, Any]]) -> None:
         told = [{"step": r["step"], **_figures(r)} for r in reports]
-        names = (*(f"eval/{name}" for name in run.metrics), *(name for row in told for name in row))
+        names = (*(f"train/{name}" for name in run.terms), *(f"eval/{name}" for name in run.metrics))
+        names = (*names, *(name for row in told for name in row))
         self._columns = [*dict.fromkeys(("step", *FIGURES, *names))]  # also of metrics that the job had before
         rows = [dict(zip(self._columns, self._columns)), *told]
         try:

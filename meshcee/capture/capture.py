@@ -50,7 +50,7 @@ from meshcee.capture.graph import Analysis, Batch, Dim, Input, Node, NodeRefused
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.capture.modules import refuse_modules
-from meshcee.capture.outputs import no_loss, put_together, taken_apart
+from meshcee.capture.outputs import check_terms, no_loss, put_together, taken_apart
 from meshcee.capture.trial import as_trained, example_of, own_sizes, refuse_dtypes, refuse_failing, refuse_types
 from meshcee.capture.unread import ask_others, refuse_told_beside, unread
 from meshcee.config import Limits
@@ -59,7 +59,7 @@ from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
 from meshcee.events import Event
 from meshcee.figures import BlockCost
 from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
-from meshcee.job import Job, check_is_job
+from meshcee.job import Job, check_is_job, parts_of
 from meshcee.reach import Remembered
 from meshcee.sampling import data as data_rules
 from meshcee.sampling import generators_put_back, inputs_of_one, leaving_nothing, look_anew, probes
@@ -87,6 +87,7 @@ class Capture:
     param_order: tuple[str, ...]  # in which clip_grad_norm_ combines norms: that of named_parameters, type by type
     persistent: tuple[str, ...]  # names of `state` that the model's state_dict has
     output_form: Any = None  # of what the evaluation outputs behind the loss are put together to
+    terms: tuple[str, ...] = ()  # what a step tells of beside the loss: the names of the outputs of training behind it
     took_s: float = 0.0  # the capture
     rounded: Mapping[str, torch.dtype] = dataclasses.field(default_factory=dict)  # buffers, as the plain loop has them
     built: nn.Module | None = None  # what the job's function built, with stand-ins for its large tensors
@@ -191,7 +192,9 @@ class _WithLoss(nn.Module):
         self._places = {id(own := original_of(tensor)): (own, name) for name, tensor in entries(model)}
         self._real = {} if job.weights else dict(model.named_buffers())
         self.rebound: tuple[str, ...] = ()  # buffers that forward assigns
-        self.seen = types.SimpleNamespace(form=None)  # an object: torch.export puts attributes back as they were
+        self.seen = types.SimpleNamespace(
+            form=None, terms=()
+        )  # an object: torch.export puts attributes back as they were
 
     def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, y = self._example
@@ -206,11 +209,12 @@ class _WithLoss(nn.Module):
         asked = asserts.answered()
         with keeping(self, self.rebound), sizes_that_vary(), told, masks, asked, _as_in_eager(), self._job.autocast():
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
-            loss = self._job.loss(output, data_rules.rebuild(y, "y", tensors))
+            loss, terms = parts_of(self._job.loss(output, data_rules.rebuild(y, "y", tensors)))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise CaptureError(f"loss(output, target) {no_loss(loss, output, x)}")
         if not self.evaluates:
-            return (asserts.upon(loss),)
+            self.seen.terms = check_terms(terms)
+            return (asserts.upon(loss), *terms.values())
         found: list[torch.Tensor] = []
         self.seen.form = taken_apart(output, found)
         return (asserts.upon(loss), *found)
@@ -390,6 +394,7 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
         param_order=_norm_order(model, layout, {x.name for n, x in enumerate(program.inputs) if n in reached}),
         persistent=tuple(n for n in layout if n in persistent),
         output_form=form,
+        terms=train_wrap.seen.terms,
         took_s=time.perf_counter() - start_s,
         rounded=rounded,
         built=None if recorder is None else model,

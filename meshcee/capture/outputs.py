@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["no_loss", "put_together", "taken_apart"]
+from meshcee.errors import CaptureError
 
+__all__ = ["check_terms", "no_loss", "put_together", "taken_apart"]
+
+MOST_TERMS, MOST_NAME_CHARACTERS = 64, 64  # of one loss
 _TENSOR = object()
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 
@@ -90,5 +93,32 @@ def no_loss(loss: Any, output: Any, x: Any) -> str:
         return "returns None: end it with `return` and a loss of output and target"
     if isinstance(loss, Mapping | list | tuple):
         names = f" of {', '.join(map(repr, loss))}" if isinstance(loss, Mapping) else ""
-        return f"returns a {type(loss).__name__}{names:.200}: return one of its numbers, or their sum"
+        return (
+            f"returns a {type(loss).__name__}{names:.200}: return one of its numbers, or their sum; "
+            '{"loss": loss, "kl": kl} trains the loss and tells of kl in every step'
+        )
     return "must return a scalar tensor; use .mean() or .sum(), not .item()"
+
+
+def check_terms(terms: Mapping[Any, Any]) -> tuple[str, ...]:
+    """The names of what a step tells of beside its loss. CaptureError for what is no number of a tensor, or too much."""
+    if len(terms) > MOST_TERMS:
+        raise CaptureError(
+            f"loss(output, target) returns {len(terms)} terms beside the loss; the most are {MOST_TERMS}"
+        )
+    for name, term in terms.items():
+        if not (isinstance(name, str) and name.isprintable() and 0 < len(name) <= MOST_NAME_CHARACTERS):
+            raise CaptureError(
+                f"loss(output, target) returns a term named {name!r:.80}: give it a short name of letters"
+            )
+        if not isinstance(term, torch.Tensor) or term.dim() != 0 or term.is_complex():
+            what = (
+                f"a tensor of shape {tuple(term.shape)}"
+                if isinstance(term, torch.Tensor)
+                else f"a {type(term).__name__}"
+            )
+            raise CaptureError(
+                f"loss(output, target) returns {what} as {name!r}, and a step tells of scalar tensors: use .mean() or .sum(), not "
+                ".item() or float(), or leave it out"
+            )
+    return tuple(terms)

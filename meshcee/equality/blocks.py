@@ -191,7 +191,7 @@ class Blocks:
         self.rng = torch.get_rng_state()
         self.numbers: set[Any] = {digest(t) for t in raw.values()}  # fingerprints of all that was computed
         self.ends: list[tuple[int, int, Any]] = []  # (block, value, fingerprint) of all that a block sends
-        self.loss = torch.empty(0)
+        self.outputs: list[torch.Tensor] = []  # the loss, and its terms
 
     def follow(self) -> None:
         while self._spec is not None and self._weights.at_hand(self._spec.state_names()):
@@ -240,7 +240,7 @@ class Blocks:
                 held = copied(held.detach()).requires_grad_(value.requires_grad)
             self._arrived[number] = held
         if spec.is_last:
-            self.loss = values[spec.output_numbers[0]].detach()
+            self.outputs = [values[number].detach() for number in spec.output_numbers]
 
 
 def _run(nodes: Sequence[tuple[int, Any]], values: dict[int, Any], numbers: set[Any], wanted: Set[int]) -> None:

@@ -40,7 +40,7 @@ from meshcee.equality.watch import Slot, Watch, digest, same
 from meshcee.errors import MeshceeError, UnequalError, UsageError
 from meshcee.files import large_apart, limits
 from meshcee.files.layout import copied
-from meshcee.job import Job, seed_of
+from meshcee.job import Job, parts_of, seed_of
 from meshcee.optim import Optimizer
 from meshcee.sampling import GENERATORS, Source, call_model, inputs_of, rebuild, source_of
 from meshcee.sampling.traces import leaving_nothing
@@ -65,7 +65,7 @@ LEAST_S = 1.0  # for models whose capture takes no time
 class _Outcome:
     """What one pass left; gradients by the name of the parameter."""
 
-    loss: torch.Tensor
+    losses: Sequence[torch.Tensor]  # the loss, and its terms
     grads: Mapping[str, torch.Tensor] | None  # None: only the forward pass ran
     seen: Mapping[str, Slot]  # the state after it
     rng: torch.Tensor
@@ -300,11 +300,11 @@ class Net:
         def run(batch: Any) -> Pass:
             state = {name: copied(t) for name, t in self._state().items() if name in self.cloned}
             self.batch, recorder = batch, Recorder(forget=True)
-            loss = self._forward(recorder).detach()
+            losses = [loss.detach() for loss in self._forward(recorder)]
             seen.append(self.watch.look())
             for name, tensor in state.items():
                 self._state()[name].copy_(tensor)
-            return Pass(recorder, loss, tuple(map(digest, (*tensors_in(recorder.output), loss))))
+            return Pass(recorder, losses[0], tuple(map(digest, (*tensors_in(recorder.output), *losses))))
 
         call = parted(*batches, self._put_back, run) if batches is not None else None
         if call is not None:
@@ -335,14 +335,14 @@ class Net:
         self.weights.before = follow
         recorder = Recorder(forget=True)
         try:
-            loss = self._forward(recorder).detach()
+            losses = self._forward(recorder)
         except Exception as error:
             if self.weights.stand_in:
                 self._put_back()
                 self.say(f"the module was not compared: without its weights at hand, {_first_line(error)}")
                 return False
             raise self._own_error(error, names_of(self.job, 0, 0, self.size)) from error
-        theirs = _Outcome(loss, None, self.watch.look(), torch.get_rng_state())
+        theirs = _Outcome(losses, None, self.watch.look(), torch.get_rng_state())
         try:
             if failed:
                 raise failed[0]
@@ -353,12 +353,12 @@ class Net:
         except Exception as error:
             raise self._fails(error) from error
         written = {n: replace(self.ready[n], seen=seen) for n, seen in ours.written().items()}
-        found = self._difference(theirs, _Outcome(ours.loss, None, {**self.ready, **written}, ours.rng))
+        found = self._difference(theirs, _Outcome(ours.outputs, None, {**self.ready, **written}, ours.rng))
         self.weights.forget()
         if found is None and (wrote := sorted(self.weights.written)):
             found = "state", f"parameter {wrote[0]!r} is not what the module leaves in it"
         apart = [(block, number) for block, number, seen in ours.ends if seen not in recorder.numbers]
-        call = unlike(recorder, loss, ours.numbers) if apart or found else None
+        call = unlike(recorder, losses[0].detach(), ours.numbers) if apart or found else None
         if found is not None or call is not None:
             if carried := self._carried([self.ready, theirs.seen], differs=True):
                 raise UnequalError(carried)
@@ -410,7 +410,8 @@ class Net:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _forward(self, recorder: Recorder | None = None) -> torch.Tensor:
+    def _forward(self, recorder: Recorder | None = None) -> list[torch.Tensor]:
+        """The loss, and its terms."""
         x, y = self.batch
         tensors = {n: copied(t) for n, t in self.captured.inputs_of(self.batch).items()}  # forward may write there
         if self.job.precision == "bf16":
@@ -427,20 +428,24 @@ class Net:
             self.under_way = "the model"
             output = call_model(self.model, rebuild(x, "x", tensors))
             self.under_way = "the loss"
-            loss: torch.Tensor = self.job.loss(output, rebuild(y, "y", tensors))
+            loss, terms = parts_of(self.job.loss(output, rebuild(y, "y", tensors)))
             if recorder is not None:
                 recorder.output = output
-        return loss
+        if (now := tuple(terms)) != (known := self.captured.terms):
+            raise UsageError(
+                f"the loss tells of {now}, and of {known} while it was captured: return the same terms in every pass"
+            )
+        return [loss, *terms.values()]
 
-    def _pass(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """One of the module: its loss, and the generator's state before the backward pass."""
+    def _pass(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """One of the module: its loss with its terms, and the generator's state before the backward pass."""
         for parameter in self.model.parameters():
             parameter.grad = None
-        loss, rng = self._forward(), torch.get_rng_state()
+        losses, rng = self._forward(), torch.get_rng_state()
         if self.backward:
             self.under_way = BACKWARD_PASS
-            loss.backward()  # type: ignore[no-untyped-call]
-        return loss, rng
+            losses[0].backward()  # type: ignore[no-untyped-call]
+        return losses, rng
 
     def _own_error(self, error: Exception, names: Sequence[str]) -> UsageError:
         """Of a pass that has just failed; each row of its batch has a name."""
@@ -487,13 +492,13 @@ class Net:
 
     def _eager(self) -> _Outcome:
         try:
-            loss, rng = self._pass()
+            losses, rng = self._pass()
         except MeshceeError:
             raise
         except Exception as error:
             raise self._own_error(error, names_of(self.job, 0, 0, self.size)) from error
         grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
-        return _Outcome(loss.detach(), grads if self.backward else None, self.watch.look(), rng)
+        return _Outcome(losses, grads if self.backward else None, self.watch.look(), rng)
 
     def _captured(self, state: Mapping[str, torch.Tensor], before: Mapping[str, Slot], cut: Cut) -> _Outcome:
         torch.manual_seed(seed_of(self.job.seed, 0, 0))
@@ -501,7 +506,7 @@ class Net:
         try:
             chain = Chain(self.job, self.captured, cut, "fused", state=state, optimizer=Optimizer("SGD", lr=0.0))
             chain.begin(0)
-            loss = chain.forward(0, 0, self.batch)
+            losses = [chain.forward(0, 0, self.batch), *chain.terms.values()]
             if self.backward:
                 chain.fused(0, 0, 1.0)
         except UsageError:
@@ -510,7 +515,7 @@ class Net:
             raise self._fails(error) from error
         written = {n: replace(before[n], seen=digest(t)) for runner in chain.runners for n, t in runner.written.items()}
         rng = chain.rng if isinstance(chain.rng, torch.Tensor) else untouched
-        return _Outcome(loss, chain.grads() if self.backward else None, {**before, **written}, rng)
+        return _Outcome(losses, chain.grads() if self.backward else None, {**before, **written}, rng)
 
     def _samples(self) -> str:
         return f"{self.size} sample{'s' if self.size > 1 else ''}"
@@ -519,8 +524,10 @@ class Net:
 
     def _difference(self, theirs: _Outcome, ours: _Outcome) -> tuple[str, str] | None:
         """(kind, name) of the first thing that differs; kinds: loss, gradient, buffer, generator."""
-        if not same(theirs.loss, ours.loss):
-            return "loss", f"the loss is {ours.loss.item():.9g} instead of {theirs.loss.item():.9g}"
+        names = ("the loss", *(f"the term {name!r} of the loss" for name in self.captured.terms))
+        for name, their, our in zip(names, theirs.losses, ours.losses, strict=True):
+            if not same(their.detach(), our):
+                return "loss", f"{name} is {our.item():.9g} instead of {their.item():.9g}"
         for name in self.captured.layout:
             if name in theirs.seen and ours.seen[name].seen != theirs.seen[name].seen:
                 kind = "parameter" if name in self.captured.param_order else "buffer"
@@ -609,14 +616,14 @@ class Net:
 
     def _writes_again(self, slot: Slot) -> bool:
         """Whether the backward pass changes what forward has left there."""
-        loss = self._forward()
+        loss = self._forward()[0]
         left = slot.look()
         loss.backward()  # type: ignore[no-untyped-call]
         return bool(slot.look() != left)
 
     def _recorded(self) -> tuple[Recorder, torch.Tensor]:
         recorder = Recorder()
-        return recorder, self._forward(recorder)
+        return recorder, self._forward(recorder)[0]
 
     def _graph_values(self, state: Mapping[str, torch.Tensor]) -> tuple[list[Any], set[Any]]:
         program, raw = self.captured.train, self.captured.inputs_of(self.batch)

@@ -18,7 +18,7 @@ __all__ = ["Series"]
 
 MOST = 1024  # points
 MEANS = ("loss", "lr", "norm", "samples_per_s", "step_s")
-MOST_METRICS = 16  # evaluations' metrics that are drawn
+MOST_METRICS = 16  # evaluations' metrics, and terms of the loss, that are drawn
 
 
 def figure(value: Any) -> float | None:
@@ -88,10 +88,11 @@ class Series:
             if not self._buckets or self._buckets[-1].step != first:
                 self._buckets.append(_Bucket(first))
         self._buckets[-1].hear(report)
-        metrics = report.get("metrics")
-        for name, value in metrics.items() if isinstance(metrics, Mapping) else ():
+        told = (("train/", report.get("terms")), ("", report.get("metrics")))
+        found = {f"{of}{name}": value for of, part in told if isinstance(part, Mapping) for name, value in part.items()}
+        for name, value in found.items():
             if name in self._metrics or len(self._metrics) < MOST_METRICS:
-                points = self._metrics.setdefault(str(name), [])
+                points = self._metrics.setdefault(name, [])
                 points.append((step, figure(value)))
                 if len(points) > self._most:
                     del points[1::2]  # the first and the last stay

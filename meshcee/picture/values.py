@@ -194,7 +194,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class Curves:
-    """Of a long run one point stands for `stride` steps: means, and of the loss the extremes too. `metrics` are evaluations."""
+    """Of a long run one point stands for `stride` steps: means, and of the loss the extremes too. `metrics` are those of
+    evaluations, and the loss's terms as train/NAME.
+    """
 
     stride: int = 1
     steps: tuple[int, ...] = ()  # the first of each point

@@ -124,13 +124,13 @@ class Chain:
             raise UsageError(f"step {step + 1}, micro-batch {micro + 1}: {said}")
         received: Sequence[Any] = []
         self.rng = seed_of(self.job.seed, step, micro)
-        loss = None
+        told: Sequence[torch.Tensor] = ()
         for i, runner in enumerate(self.runners):
             own = {v.name: raw[v.name] for v in runner.spec.raw_inputs}
-            sent, self.rng, loss = runner.forward(micro, own, received, self.rng)
+            sent, self.rng, told = runner.forward(micro, own, received, self.rng)
             received = self.arrived("F", i, runner.spec.sent, sent, micro)
-        assert loss is not None
-        return loss
+        self.terms = dict(zip(self.captured.terms, told[1:], strict=True))
+        return told[0]
 
     def backward_input(self, micro: int, share: float) -> None:
         grads: Sequence[Any] = []

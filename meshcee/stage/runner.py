@@ -174,8 +174,9 @@ class StageRunner:
 
     def forward(
         self, micro: int, raw: Mapping[str, torch.Tensor], received: Sequence[Boundary], rng: Rng = None
-    ) -> tuple[list[Boundary], Rng, torch.Tensor | None]:
-        """F: what goes to the next stage (dimensions in wire order), the generator's state after, the loss.
+    ) -> tuple[list[Boundary], Rng, list[torch.Tensor]]:
+        """F: what goes to the next stage (dimensions in wire order), the generator's state after, and, in the last stage, (loss,
+        *terms).
 
         `rng` is the micro-batch's seed (an int) as long as no stage has drawn from the seed. After that, `rng` is the
         state that the stage before returned. A stage that draws nothing hands `rng` on untouched.
@@ -192,8 +193,8 @@ class StageRunner:
             state = _Micro([], [], None, redo=lambda: self._compute(own, given, buffers, rng, split)[0])
         self._micros[micro] = state
         if self.spec.is_last:
-            return [], after, results[0].detach()
-        return _to_wire(self.spec.sent, results), after, None
+            return [], after, [result.detach() for result in results]
+        return _to_wire(self.spec.sent, results), after, []
 
     def sent(self, micro: int) -> list[Any]:
         """What F of this micro-batch gave: tensors with their dimensions in eager order, and sizes; before its B."""

@@ -86,7 +86,8 @@ def show_logs(run_id: str, *, as_json: bool) -> None:
             write_fact(report)
         else:
             metrics = "  ".join(f"{k} {_figure(v)}" for k, v in report["metrics"].items())
-            line = f"step {report['step'] + 1}/{report['steps']}  loss {_figure(report['loss'])}"
+            terms = "".join(f"  {k} {_figure(v)}" for k, v in report.get("terms", {}).items())
+            line = f"step {report['step'] + 1}/{report['steps']}  loss {_figure(report['loss'])}{terms}"
             print(f"{line}  {report['samples_per_s']:.1f} samples/s  {report['limit']}  {metrics}".rstrip())
     if not as_json and (ended := run.result):
         print(run.state + (f": {ended['error']}" if ended.get("error") else ""))

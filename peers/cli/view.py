@@ -39,6 +39,10 @@ def _metrics(report: Report) -> str:
     return "  ".join(f"eval {name} {value:.4f}" for name, value in report.metrics.items())
 
 
+def _loss(report: Report) -> str:
+    return "  ".join(f"{name} {value:.4f}" for name, value in (("loss", report.loss), *report.terms.items()))
+
+
 def _tokens(report: Report) -> str:
     return "" if report.tokens_per_s is None else f"  {report.tokens_per_s:.0f} tokens/s"
 
@@ -110,7 +114,7 @@ class LineView(_Base):
             return
         self._last_s = now_s
         self._console.print(
-            f"step {report.step + 1:>5}/{report.steps}  loss {report.loss:.4f}  {report.samples_per_s:8.1f} samples/s"
+            f"step {report.step + 1:>5}/{report.steps}  {_loss(report)}  {report.samples_per_s:8.1f} samples/s"
             f"{_tokens(report)}  ETA {_duration(report.eta_s)}  limit: {report.limit}  {_metrics(report)}".rstrip(),
             highlight=False,
             soft_wrap=True,

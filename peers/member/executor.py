@@ -356,12 +356,12 @@ class Executor:
         raw, parts = self._arrived(round.number, micro)
         weight, partials = round.weights[micro], self._partials(round.number, micro)
 
-        def work() -> tuple[float, list[list[Any]], dict[str, torch.Tensor]]:
-            _, _, loss = self._runner.forward(micro, raw, *self._joined(round, micro, parts))
-            assert loss is not None
-            value = float(loss)
+        def work() -> tuple[list[float], list[list[Any]], dict[str, torch.Tensor]]:
+            _, _, outputs = self._runner.forward(micro, raw, *self._joined(round, micro, parts))
+            told = [float(output) for output in outputs]
             if weight == 0 and len(self.place.group) > 1:
-                value = 0.0  # our rows hold no target that counts, so their mean is 0 / 0
+                told = [0.0] * len(told)  # our rows hold no target that counts, so their mean is 0 / 0
+            value = told[0]
             if not math.isfinite(value):
                 advice = "Lower the learning rate, set clip_norm, or look at this batch"
                 raise NonFiniteLossError(
@@ -373,10 +373,10 @@ class Executor:
                     received, onward = self._runner.backward(micro, (), weight, partials)
             else:
                 received, onward = self._runner.backward_input(micro, (), weight), {}
-            return value, self._split_back(received), onward
+            return told, self._split_back(received), onward
 
-        value, received, onward = await self._timed("fbw" if self.place.fused else "fb", round, micro, work)
-        header = {"round": round.number, "step": round.step, "micro": micro, "loss": value}
+        told, received, onward = await self._timed("fbw" if self.place.fused else "fb", round, micro, work)
+        header = {"round": round.number, "step": round.step, "micro": micro, "told": told}
         await self._owner.put(Frame(messages.LOSS, header))
         await self._send_back(round.number, micro, received, onward)
 

@@ -57,6 +57,9 @@ class Report:
     bound_share: float | None = None
     crossed_bytes: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    terms: Mapping[str, float] = field(
+        default_factory=dict
+    )  # what the job's loss tells of beside it, added up as it is
     shares: tuple[int, ...] = ()  # micro-batches that each pipeline computed
     codecs: Mapping[str, Measured] = field(default_factory=dict)  # by boundary and direction: "0->1" or "1->0"
     observed: Observed = field(default_factory=Observed)
@@ -64,7 +67,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object."""
         data = {name: value for name, value in vars(self).items() if name != "observed"}
-        data["metrics"] = dict(self.metrics)
+        data["metrics"], data["terms"] = dict(self.metrics), dict(self.terms)
         data["codecs"] = {boundary: measured.to_json() for boundary, measured in self.codecs.items()}
         return data
 
@@ -76,7 +79,9 @@ class Answers:
     round: Round
     members: int
     portions: Sequence[Portion]
-    losses: dict[tuple[int, int], float] = field(default_factory=dict)  # by micro-batch and member of the last stage
+    losses: dict[tuple[int, int], Sequence[float]] = field(
+        default_factory=dict
+    )  # (loss, *terms), by micro-batch and member
     rows: dict[int, dict[int, list[Any]]] = field(default_factory=dict)  # of an evaluation, until all rows are here
     applied: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     codecs: dict[tuple[str, str], Measured] = field(default_factory=dict)  # (stage, target) -> what it measured
@@ -170,10 +175,13 @@ class Answers:
             self.completed_s = time.perf_counter()
             self.complete.set()
 
-    def loss(self) -> float:
-        """Added one by one, as the plain loop does: from Python 3.12 on, `sum` carries what floats lose."""
-        parts = (self.losses[m, k] * share for m, row in enumerate(self._shares) for k, share in enumerate(row))
-        return reduce(add, parts, 0.0)
+    def sums(self) -> list[float]:
+        """The step's loss, and its terms. Added one by one, as the plain loop does: from Python 3.12 on, `sum` carries what floats
+        lose.
+        """
+        shares = {(m, k): share for m, row in enumerate(self._shares) for k, share in enumerate(row)}
+        columns = zip(*([value * share for value in self.losses[at]] for at, share in shares.items()), strict=True)
+        return [reduce(add, column, 0.0) for column in columns]
 
     def limit(self, plan: Plan, names: Mapping[str, str], step_s: float) -> str:
         """What bounded the step: the busiest member, or what the owner feeds, or that none is busy; then links or the window do."""

@@ -547,7 +547,9 @@ class Owner:
                 self._trace.hear(link.peer_id, answers.round.step, frame.payloads)
         elif frame.kind == messages.LOSS and is_last and not answers.round.forward_only:
             micro = answers.new(link.place, header)
-            answers.losses[micro, link.place.member] = need(header, "loss", float)
+            told = answers.losses[micro, link.place.member] = need(header, "told", list[float])
+            if len(told) != 1 + len(self._capture.terms):
+                raise ProtocolError("it told of other terms of the loss than the graph has")
             if answers.heard_of(micro):
                 self._ahead[link.place.pipeline].release()
         elif frame.kind == messages.OUTPUT and is_last and answers.round.forward_only:
@@ -582,11 +584,13 @@ class Owner:
             step_s, last_s = answers.completed_s - last_s, answers.completed_s
             self._watch.stepped(step_s)
             weight, predicted = feed.weighed.pop(answers.round.step, None), self.plan.predicted
+            loss, *terms = answers.sums()
             mean_s = (answers.completed_s - started_s) / (answers.round.step + 1 - feed.start)
             held = Report(
                 step=answers.round.step,
                 steps=self._job.steps,
-                loss=answers.loss(),
+                loss=loss,
+                terms=dict(zip(self._capture.terms, terms, strict=True)),
                 step_s=step_s,
                 samples_per_s=self._job.batch_size / step_s,
                 eta_s=mean_s * (self._job.steps - answers.round.step - 1),

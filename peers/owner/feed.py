@@ -103,6 +103,7 @@ class Steering:
     def begin(self, captured: Capture) -> None:
         """Before the first step: what runs between steps may not change what the model and the loss compute with any more."""
         self.listeners.reading = Reading(self._job)
+        self.control.terms = captured.terms
         written = {entry.name for entry in captured.train.inputs if entry.mutated}
         self._unchanged = unchanged = Unchanged(self._job, written)
         if isinstance(self._job.model, nn.Module):

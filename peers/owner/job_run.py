@@ -225,6 +225,8 @@ class Training:
         measured = (line for line in found.reports if line.get("metrics") and line["step"] < done)
         result.metrics += [(line["step"], {n: number(v) for n, v in line["metrics"].items()}) for line in measured]
         result.losses = [numbers.losses[s] for s in range(done)]
+        terms = {line["step"]: line.get("terms", {}) for line in found.reports}
+        result.terms = {n: [number(terms.get(s, {}).get(n)) for s in range(done)] for n in captured.terms}
         numbers.go_on(found.kinds, found.about.rounds)
         self._steering.control.id = self._folder.id
         self._steering.control.restore(found.reports, len(numbers.losses), is_over=found.is_over)
@@ -370,6 +372,8 @@ class Training:
                 self._numbers.compare(report.step, report.loss)
             case moves.Count():
                 self.result.losses.append(report.loss)
+                for name, value in report.terms.items():
+                    self.result.terms.setdefault(name, []).append(value)
                 if report.metrics:
                     self.result.metrics.append((report.step, dict(report.metrics)))
             case moves.Consider():

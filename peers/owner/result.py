@@ -43,6 +43,7 @@ class Result:
 
     losses: list[float] = field(default_factory=list)
     metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+    terms: dict[str, list[float]] = field(default_factory=dict)  # one a step, of each term that the job's loss tells of
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)  # `state_dict`, where possible read when asked for
     averages: Mapping[str, torch.Tensor] = field(default_factory=dict)  # `ema`, likewise
     plan: Plan | None = None
@@ -66,7 +67,8 @@ class Result:
     def take_back(self, step: int, liars: Iterable[str]) -> None:
         """What was told of this step and of later ones is not to be believed, because of these."""
         self.liars += [self.names.get(peer) or peer for peer in sorted(liars)]
-        del self.losses[step:]
+        for told in (self.losses, *self.terms.values()):
+            del told[step:]
         self.metrics = [found for found in self.metrics if found[0] < step]
 
     @property

@@ -33,6 +33,7 @@ LIES = (
     "moment",
     "count",
     "loss",
+    "term",
     "what it sent",
     "what it received",
     "its state",
@@ -156,16 +157,17 @@ class Liar:
     # -- lies in what is computed
 
     def StageRunner_forward(self, honest: Any, runner: Any, *args: Any) -> Any:
-        sent, rng, loss = honest(runner, *args)
+        sent, rng, outputs = honest(runner, *args)
         peer = self.runners.get(id(runner))
         if self.lies("activation", peer, runner.step) and sent:
             sent, was_bent = bent_one(sent)
             if was_bent:
                 self.tell(str(peer), runner.step)
-        if self.lies("loss", peer, runner.step) and loss is not None:
-            loss = bent(loss)
-            self.tell(str(peer), runner.step)
-        return sent, rng, loss
+        for k, lie in enumerate(("loss", "term")[: len(outputs)]):
+            if self.lies(lie, peer, runner.step):
+                outputs = [*outputs[:k], bent(outputs[k]), *outputs[k + 1 :]]
+                self.tell(str(peer), runner.step)
+        return sent, rng, outputs
 
     def _back(self, runner: Any, grads: Any) -> Any:
         peer = None if id(runner) in self.within else self.runners.get(id(runner))

@@ -128,7 +128,8 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
         r"data-dependent|unbacked|GuardOnDataDependent",
         "a Python number or a branch is made from the values of a tensor",
         "write a branch with torch.where or a mask, leave out one that takes the same way from now on, and keep numbers as tensors"
-        "; an assert trains as `assert not bad.any()`, with all of its condition in the line",
+        "; an assert trains as `assert not bad.any()`, with all of its condition in the line; what is only logged is a term of the "
+        'loss, {{"loss": loss, "kl": kl}}',
     ),
     (
         r"_ctc_loss",
@@ -586,6 +587,7 @@ def faithful(
         patches.enter_context(_Looking(model, others))
         patches.enter_context(replaced(torch.distributions.Distribution, "__init__", _unvalidated))
         patches.enter_context(replaced(torch.distributions.Distribution, "_validate_sample", lambda self, value: None))
+        patches.enter_context(replaced(logging.LogRecord, "getMessage", _unformatted))
         patches.enter_context(replaced(torch.random, "fork_rng", _unforked))
         patches.enter_context(replaced(torch.jit.ScriptFunction, "__call__", _scripted))
         for owner, name, words in _GRADIENTS:
@@ -619,6 +621,17 @@ _GRADIENTS: tuple[tuple[Any, str, str], ...] = (
     (eager_transforms, "_jvp_with_argnums", "torch.func"),
     (CheckpointFunction, "apply", "checkpoint"),
 )
+
+
+def _unformatted(self: logging.LogRecord) -> str:
+    """A line that the user's code logs. It is logged while the model is traced, and tensors have no numbers there."""
+    try:
+        return _GET_MESSAGE(self)
+    except RuntimeError:  # torch's, of numbers that nobody knows
+        return str(self.msg)
+
+
+_GET_MESSAGE = logging.LogRecord.getMessage
 
 
 def _unforked(*args: Any, **kwargs: Any) -> Any:

@@ -76,8 +76,8 @@ async def again(
     frames: Sequence[tuple[str, Frame]],
     raw: Raw,
     round: Round,
-) -> tuple[Proof, dict[int, float]]:
-    """The proof of this step on the stage of `offer`, and the losses that its last stage tells by micro-batch.
+) -> tuple[Proof, dict[int, list[float]]]:
+    """The proof of this step on the stage of `offer`, and the loss and its terms that its last stage tells by micro-batch.
 
     `state` holds weights by name, and what the optimizer keeps by "<parameter>/<key>". Raises ProtocolError where the
     frames make no step.
@@ -111,5 +111,4 @@ async def again(
                 task.cancel()
     except BaseExceptionGroup as failed:
         raise leaves(failed)[0] from failed
-    losses = {frame.header["micro"]: frame.header["loss"] for frame in owner.frames if frame.kind == messages.LOSS}
-    return proof, losses
+    return proof, {frame.header["micro"]: frame.header["told"] for frame in owner.frames if frame.kind == messages.LOSS}

@@ -40,8 +40,8 @@ TRIES = 3  # to read what a member has shown
 LEAST_BYTES_PER_S = 64 << 10  # at which it is read, beside the time that an offer may stand still
 
 Frames = Sequence[tuple[str, Frame]]
-# Of (offer, state, frames, inputs by micro-batch, round): the proof that the member should have given, and a last stage's losses.
-Judge = Callable[..., Awaitable[tuple[Proof, dict[int, float]]]]
+# Of (offer, state, frames, inputs by micro-batch, round): the proof that is due of the member, and what a last stage tells.
+Judge = Callable[..., Awaitable[tuple[Proof, dict[int, list[float]]]]]
 
 
 class Court(Protocol):
@@ -365,8 +365,8 @@ class Auditing:
             if proof.sent[key] != right.sent[key]:
                 kind, _, to = key.partition(" ")
                 self._convict(peer, step, f"what it sent to stage {offer.place.label_of(to)} ({kind}) has other bits")
-        told = step.answers.losses
-        if any(told.get((round.first + micro, offer.place.member)) != loss for micro, loss in losses.items()):
+        told = {m: step.answers.losses.get((round.first + m, offer.place.member)) for m in losses}
+        if repr(told) != repr(losses):  # as a term may be no number
             self._convict(peer, step, "the loss that it told is another one")
         if proof.after != right.after:
             self._convict(peer, step, "its weights, or what its optimizer keeps, have other bits after the step")
