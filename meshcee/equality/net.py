@@ -285,7 +285,7 @@ class Net:
         state = {name: copied(t) if name in self.cloned else t for name, t in self._state().items()}
         try:
             theirs = self._eager()
-            if theirs.loss.isfinite() or not moved:
+            if theirs.losses[0].isfinite() or not moved:
                 return before, state, theirs
         except MeshceeError:
             if not moved:
