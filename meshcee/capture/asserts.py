@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshcee.capture.export.refusals import replaced
+from meshcee.capture.export.settings import replaced
 from meshcee.user_code import is_ours
 
 __all__ = ["Asserts", "side"]

@@ -10,18 +10,18 @@ thread waits in its place, and lines wait in memory. What is too much for that i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TextIO
 
 from meshcee.files.strict_json import dumps
 
-__all__ = ["MOST_WAITING", "Steady", "part_prints", "steady_output", "write_fact", "written_apart"]
+__all__ = ["MOST_WAITING", "Steady", "lost_lines", "part_prints", "steady_output", "write_fact", "written_apart"]
 
 MOST_WAITING = 1 << 20  # bytes of a stream, some 10,000 steps
 ENDS_WITHIN_S = 2.0  # of a command that is interrupted while nobody reads
@@ -62,6 +62,11 @@ class Steady(_Over):
             self._missing += left.count(b"\n") + self._skips
         return len(data)
 
+    @property
+    def lost(self) -> str:
+        """What is missing at the end, in words; nothing where all was taken."""
+        return f"{self._why}; lost lines: {self._missing}" if self._missing else ""
+
     def _tell(self, *, is_json: bool) -> bool:
         """In the form of the line that comes next."""
         said = f"{self._missing} lines are missing here: {self._why}"
@@ -95,6 +100,14 @@ def steady_output() -> None:
             as_before = {key: getattr(stream, key) for key in ("encoding", "line_buffering", "write_through")}
             errors = "backslashreplace" if stream.errors in ("strict", "surrogateescape") else stream.errors
             setattr(sys, name, io.TextIOWrapper(Steady(raw, stream), errors=errors, **as_before))
+
+
+def lost_lines() -> str:
+    """What standard output has refused, as `Steady.lost`."""
+    with contextlib.suppress(ValueError, OSError):  # it is closed
+        sys.stdout.flush()
+    below = getattr(sys.stdout, "buffer", None)
+    return below.lost if isinstance(below, Steady) else ""
 
 
 class _Apart(_Over):
@@ -153,7 +166,7 @@ class _Apart(_Over):
 _facts: list[TextIO] = []  # standard output, while it is kept for facts
 
 
-@contextmanager
+@contextlib.contextmanager
 def part_prints(*, wanted: bool) -> Iterator[None]:
     """Around a command with --json: what the user's code prints, and torch, goes to standard error."""
     if not wanted:
@@ -172,7 +185,7 @@ def write_fact(fact: object) -> None:
     print(dumps(fact), file=_facts[-1] if _facts else sys.stdout, flush=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def written_apart() -> Iterator[None]:
     """For as long as an event loop runs: threads write what goes to the two streams, where they are steady.
 

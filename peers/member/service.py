@@ -273,7 +273,12 @@ class Session:
         outbox = Outbox(stream, spans=self.executor.spans)
         self.executor.links.add(peer, outbox)
         for work in (outbox.run, partial(live, outbox, self._timeouts), partial(self._read_member, peer, stream)):
-            self._group.create_task(self._unless_lost(peer, work))
+            task = self._unless_lost(peer, work)
+            try:
+                self._group.create_task(task)
+            except RuntimeError as over:  # of a group that is being ended
+                task.close()
+                raise ProtocolError(f"the epoch ends in which peer {peer} is a neighbour") from over
         return outbox
 
     async def attach(self, stream: Stream) -> None:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Mesh", "Result"]
 
+TURNS = 3  # of the event loop, in which a generator that nobody reads any more is closed: a call, then a task
+
 
 class Mesh:
     """A joined mesh. Made by `meshcee.join`, which also ends it."""
@@ -45,6 +47,7 @@ class Mesh:
         self._home = home
         self._lent = lent  # peers that this process has added to the mesh for its own jobs, and that have not left
         self.training: Training | None = None
+        self._running: asyncio.Task[None] | None = None  # of that
 
     def stop(self) -> bool:
         """Finish the running step, collect the weights, end: what the first Ctrl-C does. False when nothing runs yet."""
@@ -60,7 +63,7 @@ class Mesh:
         ...         weights = await mesh.state()
         ...         break
         """
-        if self.training is None:
+        if self.training is None or self._running is None:
             raise UsageError(
                 "nothing trains on this mesh yet: ask for the weights inside of `async for report in mesh.train(job)`"
             )
@@ -173,6 +176,18 @@ class Mesh:
         assert self.agent.shelf is not None
         return await stand_by(self.agent, self.agent.shelf, self._home, job.name, check, tell)
 
+    async def _is_free(self) -> None:
+        """UsageError while a job trains, and once a loop over its reports was left, wait for the end of that."""
+        if (running := self._running) is None:
+            return
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        if not running.done() and not running.cancelling():
+            raise UsageError(
+                "this mesh trains a job already, and its `result` is of one job: wait for the end, or join once more for another"
+            )
+        await asyncio.wait([running])
+
     async def train(
         self,
         job: Job,
@@ -207,6 +222,7 @@ class Mesh:
         check_is_job(job)
         check_told(stages, plan)
         self.agent.members.check_own("own", "offers no jobs")
+        await self._is_free()
         if codec is not None:
             job = replace(job, codec=codec)
         self._reports = reports = asyncio.Queue[Report | MeshceeError | None](maxsize=64)

@@ -26,7 +26,7 @@ from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from meshcee.capture.export.flatten import LENGTH_MARGIN
-from meshcee.capture.export.refusals import replaced
+from meshcee.capture.export.settings import replaced
 from meshcee.errors import CaptureError
 
 __all__ = ["Asked", "Masks", "asked_for_masks", "causal_masks", "refuse_idle"]

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from meshcee.capture.export.refusals import replaced, users_line
+from meshcee.capture.export.refusals import users_line
+from meshcee.capture.export.settings import replaced
 from meshcee.errors import CaptureError
 
 __all__ = ["AUTOCAST_OFF", "AUTOCAST_ON", "SET_GRAD", "SINCE", "does_nothing", "flat"]

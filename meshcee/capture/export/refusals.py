@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
-from meshcee.capture.export.settings import unfused
+from meshcee.capture.export.settings import replaced, unfused
 from meshcee.errors import CaptureError, MeshceeError
 from meshcee.user_code import Place, avoided, is_ours, place_in
 
@@ -370,24 +370,6 @@ _BEGIN_VMAP: Any = vmap._vmap_increment_nesting  # type: ignore[attr-defined]
 def _lines(tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
     kept = [f for f in _inside(frames) if not is_ours(f.filename)]
     return traceback.StackSummary.from_list(kept[-_MOST_LINES:])
-
-
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Another value of an attribute meanwhile; nothing where this torch has no such attribute."""
-    inherited = getattr(owner, name, None)
-    if inherited is None:
-        yield
-        return
-    own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
 
 
 AFTER_ONE_BATCH = "run one batch through the model before you make the job, if only its first call does so"

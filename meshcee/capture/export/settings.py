@@ -7,6 +7,8 @@ where the two differ and that can be seen in a number: always on a CPU, of GPUs 
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch import nn
 from meshcee.errors import CaptureError, UsageError
 from meshcee.optim import Optimizer
 
-__all__ = ["PEERS_DEFAULT", "peers_default", "refuse_settings", "unfused"]
+__all__ = ["PEERS_DEFAULT", "peers_default", "refuse_settings", "replaced", "unfused"]
 
 Setting = tuple[Callable[[], Any], tuple[Any, ...]]  # what it is, and what it may be
 _cuda: Any = torch.backends.cuda
@@ -112,3 +114,26 @@ def unfused(kind: type[nn.Module], model: nn.Module, here: Callable[[], Any]) ->
         return forward(self, *args, **kwargs)
 
     return compute
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Another function meanwhile, in this thread: others train. Nothing where this torch has no such attribute."""
+    inherited, here = getattr(owner, name, None), threading.get_ident()
+    if inherited is None:
+        yield
+        return
+
+    @functools.wraps(inherited, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (value if threading.get_ident() == here else inherited)(*args, **kwargs)
+
+    own = vars(owner).get(name)
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from meshcee.capture.export.refusals import Watched, instead, replaced
+from meshcee.capture.export.refusals import Watched, instead
+from meshcee.capture.export.settings import replaced
 from meshcee.errors import CaptureError
 from meshcee.user_code import Place
 

@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from meshcee.capture.export.flatten import is_factory
-from meshcee.capture.export.refusals import AFTER_ONE_BATCH, COUNT, GRADIENT_SET, replaced
+from meshcee.capture.export.refusals import AFTER_ONE_BATCH, COUNT, GRADIENT_SET
+from meshcee.capture.export.settings import replaced
 from meshcee.capture.export.writes import is_copy
 from meshcee.capture.graph import Program, canonical, quiet, resolve, without_out
 from meshcee.eager import entries

@@ -172,3 +172,13 @@ async def test_a_script_goes_on_when_a_warning_of_meshcee_is_refused(monkeypatch
         structlog.configure(**before)
     assert "the diary cannot be written" in disk.held.decode()
     assert "the checkpoint" not in disk.held.decode()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize(("words", "code"), [(["plan", "--testbed", "cee-small", "--json"], 3), (["--version"], 3)])
+def test_a_command_whose_output_is_lost_says_so_and_does_not_end_well(words: list[str], code: int) -> None:
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "meshcee", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == code
+    assert "standard output cannot be written: No space left on device; lost lines: 1" in done.stderr
