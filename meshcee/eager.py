@@ -48,6 +48,8 @@ __all__ = [
     "outermost",
     "plain",
     "plain_steps",
+    "put_others",
+    "with_a_train",
 ]
 
 _BOXES = (dict, OrderedDict, defaultdict, list, deque, set)
@@ -206,7 +208,7 @@ def into_training(model: nn.Module) -> None:
         model.train()
         return
     modes = {module: module.training for module in model.modules()}
-    for module in _with_a_train(model):
+    for module in with_a_train(model):
         module.train()
         woken = [name for name, one in module.named_modules() if one.training and not modes.get(one, True)]
         if woken:
@@ -216,13 +218,13 @@ def into_training(model: nn.Module) -> None:
             )
 
 
-def _with_a_train(module: nn.Module) -> Iterator[nn.Module]:
+def with_a_train(module: nn.Module) -> Iterator[nn.Module]:
     """The outermost modules in train mode with a `train` of their own, which may freeze parts of them."""
     if module.training and getattr(module.train, "__func__", None) is not nn.Module.train:
         yield module
         return
     for child in module.children():
-        yield from _with_a_train(child)
+        yield from with_a_train(child)
 
 
 @contextmanager

@@ -37,8 +37,9 @@ class Event(StrEnum):
     )
     GROUP_UNMET = "a pattern of the optimizer's groups= changes nothing"
     CODE_WARNS = "the job's code warns"
-    DROPOUT_IDLE = (
-        "the model is in train mode, and dropout inside is off, as in a plain loop: call these modules' train() for it"
+    PART_IN_EVAL = (
+        "the model is in train mode, and these modules inside are in eval mode and stay so: dropout is off, and batch norm keeps "
+        "its statistics; if your loop calls model.train(), call it before the job"
     )
     ENDED_EARLY = "EarlyStop has ended this run: raise its patience or leave it out to train on"
     LEFT_IN_EVAL = (

@@ -410,9 +410,12 @@ def shares_of(weights: Sequence[float]) -> list[float]:
 
 def parts_of(told: Any) -> tuple[Any, dict[str, Any]]:
     """The loss, and the terms that a step tells of beside it. Job.loss returns a tensor, or {"loss": loss, "kl": kl}."""
+    loss, terms = told, {}
     if isinstance(told, Mapping) and "loss" in told:
-        return told["loss"], {name: term for name, term in told.items() if name != "loss"}
-    return told, {}
+        loss, terms = told["loss"], {name: term for name, term in told.items() if name != "loss"}
+    if isinstance(loss, torch.Tensor) and loss.dim() and all(type(size) is int and size == 1 for size in loss.shape):
+        loss = loss.reshape(())  # one number in a tensor of another shape, which backward() takes too
+    return loss, terms
 
 
 def check_is_job(job: Any) -> None:

@@ -15,7 +15,6 @@ import dis
 import functools
 import linecache
 import re
-import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from meshcee.capture.export.settings import replaced
+from meshcee.capture.export.settings import caller, replaced
 from meshcee.user_code import is_ours
 
 __all__ = ["Asserts", "side"]
@@ -65,7 +64,7 @@ class Asserts:
         """Meanwhile a question on a value that nobody knows has the answer with which training goes on, where there is one."""
 
         def is_true(tensor: torch.Tensor) -> bool:
-            wanted = _wanted(sys._getframe(1)) if isinstance(tensor, FakeTensor) and tensor.dim() == 0 else None
+            wanted = _wanted(caller()) if isinstance(tensor, FakeTensor) and tensor.dim() == 0 else None
             if wanted is None:
                 return _BOOL(tensor)
             holds = (tensor != 0) if wanted else (tensor == 0)
@@ -74,17 +73,17 @@ class Asserts:
 
         def item(tensor: torch.Tensor) -> Any:
             """What is only compared stays a tensor, as exact as Python's numbers are."""
-            if isinstance(tensor, FakeTensor) and tensor.dim() == 0 and _is_compared(sys._getframe(1)):
+            if isinstance(tensor, FakeTensor) and tensor.dim() == 0 and _is_compared(caller()):
                 return tensor if tensor.dtype == torch.bool else tensor.double()
             return _ITEM(tensor)
 
         def equal(one: torch.Tensor, other: torch.Tensor) -> Any:
-            if isinstance(one, FakeTensor) and one.shape == other.shape and _is_compared(sys._getframe(1)):
+            if isinstance(one, FakeTensor) and one.shape == other.shape and _is_compared(caller()):
                 return (one == other).all()
             return _EQUAL(one, other)
 
         def allclose(*given: Any, **options: Any) -> Any:
-            asked = isinstance(given[0], FakeTensor) and _is_compared(sys._getframe(1))
+            asked = isinstance(given[0], FakeTensor) and _is_compared(caller())
             return torch.isclose(*given, **options).all() if asked else _CLOSE(*given, **options)
 
         with (

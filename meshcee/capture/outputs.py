@@ -97,7 +97,10 @@ def no_loss(loss: Any, output: Any, x: Any) -> str:
             f"returns a {type(loss).__name__}{names:.200}: return one of its numbers, or their sum; "
             '{"loss": loss, "kl": kl} trains the loss and tells of kl in every step'
         )
-    return "must return a scalar tensor; use .mean() or .sum(), not .item()"
+    if isinstance(loss, torch.Tensor):
+        shape = ", ".join(str(size) if type(size) is int else "samples" for size in loss.shape)
+        return f"returns a tensor of shape ({shape}): use .mean() or .sum() for one number"
+    return f"returns a {type(loss).__name__}, and no scalar tensor: use .mean() or .sum(), not .item() or float()"
 
 
 def check_terms(terms: Mapping[Any, Any]) -> tuple[str, ...]:

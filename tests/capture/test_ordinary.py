@@ -256,8 +256,8 @@ def test_eval_mode_stays_inside_of_a_model_in_train_mode(frozen: tuple[str, ...]
     with capture_logs() as logged:
         random = capture(job_of(model)).train.uses_random
     assert random == ("drop" not in frozen)
-    told = [entry["modules"] for entry in logged if entry["event"] == Event.DROPOUT_IDLE]
-    assert told == [["drop"]] * ("drop" in frozen), "who wraps an adapter around from_pretrained is told"
+    told = [entry["modules"] for entry in logged if entry["event"] == Event.PART_IN_EVAL]
+    assert told == [list(frozen)] * (frozen not in ((), ("",))), "who wraps an adapter around from_pretrained is told"
 
 
 class Freezes(Scaled):

@@ -7,7 +7,6 @@ for into graphs of their own, and so loses torch.no_grad() inside of autocast. W
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from meshcee.capture.export.refusals import users_line
-from meshcee.capture.export.settings import replaced
+from meshcee.capture.export.settings import caller, replaced
 from meshcee.errors import CaptureError
 
 __all__ = ["AUTOCAST_OFF", "AUTOCAST_ON", "SET_GRAD", "SINCE", "does_nothing", "flat"]
@@ -61,7 +60,7 @@ def flat() -> Iterator[None]:
 
 def _of_torch_alone(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     def call(*given: Any) -> Any:
-        if not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+        if not caller().f_code.co_filename.startswith(_TORCH):
             raise CaptureError(
                 f"torch.{name} is called in forward{users_line()}, and a graph has autocast by a `with` alone: write "
                 "with torch.autocast('cpu', enabled=False): around what it is for"

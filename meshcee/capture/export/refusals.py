@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction
 
-from meshcee.capture.export.settings import replaced, unfused
+from meshcee.capture.export.settings import caller, replaced, unfused
 from meshcee.errors import CaptureError, MeshceeError
 from meshcee.user_code import Place, avoided, is_ours, place_in
 
@@ -617,7 +617,7 @@ _GET_MESSAGE = logging.LogRecord.getMessage
 
 
 def _unforked(*args: Any, **kwargs: Any) -> Any:
-    if kwargs.get("enabled", True) and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+    if kwargs.get("enabled", True) and not caller().f_code.co_filename.startswith(_TORCH):
         advice = instead(users_line(), "draw without it, or draw in data[i] and give what is drawn with x")
         why = f"torch.random.fork_rng is used in forward{users_line()}, as for a seed of its own, and generators of peers go on"
         raise CaptureError(f"{why}; {advice}")

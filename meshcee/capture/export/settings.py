@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import nn
 from meshcee.errors import CaptureError, UsageError
 from meshcee.optim import Optimizer
 
-__all__ = ["PEERS_DEFAULT", "peers_default", "refuse_settings", "replaced", "unfused"]
+__all__ = ["PEERS_DEFAULT", "caller", "peers_default", "refuse_settings", "replaced", "unfused"]
 
 Setting = tuple[Callable[[], Any], tuple[Any, ...]]  # what it is, and what it may be
 _cuda: Any = torch.backends.cuda
@@ -137,3 +139,8 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
+
+
+def caller() -> types.FrameType:
+    """For a function that stands in another's place by `replaced`: where it is called."""
+    return sys._getframe(3)  # behind `caller`, the function, and the `call` above
