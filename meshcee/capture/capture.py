@@ -62,7 +62,7 @@ from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
 from meshcee.job import Job, check_is_job, parts_of
 from meshcee.reach import Remembered
 from meshcee.sampling import data as data_rules
-from meshcee.sampling import generators_put_back, inputs_of_one, leaving_nothing, look_anew, probes
+from meshcee.sampling import few_of, generators_put_back, inputs_of_one, leaving_nothing, look_anew, probes
 
 __all__ = ["Capture", "capture", "watch_sizes"]
 
@@ -487,7 +487,7 @@ def _held(job: Job, sample: Any) -> set[str]:
     found = set()
     for count in (1, EXAMPLES) if job.collate else ():
         one, again = (
-            data_rules.inputs_of(data_rules.batched([sample] * count, job.seed, collate=noted)) for _ in range(2)
+            data_rules.inputs_of(few_of(dataclasses.replace(job, collate=noted), sample, count)) for _ in range(2)
         )
         found |= {
             name for name, tensor in one.items() if any(overlap(tensor, other) for other in (again[name], *given))

@@ -24,6 +24,7 @@ from meshcee.errors import CaptureError, UsageError
 from meshcee.job import Job
 from meshcee.reach import Remembered
 from meshcee.sampling import data as data_rules
+from meshcee.sampling import few_of
 from meshcee.user_code import calling
 
 __all__ = [
@@ -62,7 +63,7 @@ def _round_fakes(model: nn.Module, keep_fp32: Sequence[str]) -> None:
 
 def example_of(job: Job, sample: Any) -> tuple[Any, Any]:
     """A small micro-batch, of one sample several times."""
-    return data_rules.batched([sample] * EXAMPLES, job.seed, collate=job.collate)
+    return few_of(job, sample, EXAMPLES)
 
 
 def own_sizes(job: Job) -> list[int]:

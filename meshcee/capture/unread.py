@@ -22,7 +22,7 @@ from meshcee.eager import entries
 from meshcee.errors import UsageError
 from meshcee.events import Event
 from meshcee.job import At, Job
-from meshcee.sampling import batched, indices_of, read
+from meshcee.sampling import few_of, indices_of, read
 from meshcee.user_code import calling, under_way
 
 __all__ = ["ReadsTold", "WeightWatch", "ask_others", "refuse_told_beside", "unread"]
@@ -71,7 +71,7 @@ def refuse_told_beside(job: Job, sample: Any, reads: int, written: Collection[st
     with unread(job.model, written):
         if not (job.streams or isinstance(job.data, At)):
             read(job.data, [reads % len(job.data)], job.seed)
-        batched([sample], job.seed, 0, 1, collate=job.collate)
+        few_of(job, sample, 1, step=0, first=1)
     if places := [place for place in before.changed() if place not in never]:
         raise UsageError(
             f"reading data changes {places[0]}, which the model or the loss computes with, and peers have only x and y: let "

@@ -18,7 +18,7 @@ from meshcee.equality.net import Net
 from meshcee.errors import MeshceeError, NonFiniteLossError, UsageError
 from meshcee.files import large_apart
 from meshcee.job import Job
-from meshcee.sampling import batched, probes
+from meshcee.sampling import few_of, probes
 from meshcee.sampling.odd import names_of_probes
 
 __all__ = ["blamed", "refuse_failing"]
@@ -81,7 +81,7 @@ def refuse_failing(job: Job, captured: Capture) -> None:
     samples = dict(zip(names_of_probes(job, PROBED), probes(job, PROBED)))
 
     def error_of(sample: Any, name: str) -> UsageError | None:
-        return _own_error(job, captured, batched([sample] * EXAMPLES, job.seed, collate=job.collate), [name] * EXAMPLES)
+        return _own_error(job, captured, few_of(job, sample, EXAMPLES), [name] * EXAMPLES)
 
     found = [error for name, (sample, _) in samples.items() if (error := error_of(sample, name)) is not None]
     if found and len(found) == len(samples):

@@ -8,7 +8,16 @@ from meshcee.sampling.again import FED, Reading, repeats, unrepeatable
 from meshcee.sampling.data import batch_of, batched, call_model, inputs_of, rebuild, stack
 from meshcee.sampling.hyper import HyperSchedule, scheduled
 from meshcee.sampling.order import GENERATORS, NO_STEP, collated, draw, generators_put_back, read
-from meshcee.sampling.source import Source, indices_of, inputs_of_one, look_anew, order_digest, probes, source_of
+from meshcee.sampling.source import (
+    Source,
+    few_of,
+    indices_of,
+    inputs_of_one,
+    look_anew,
+    order_digest,
+    probes,
+    source_of,
+)
 from meshcee.sampling.traces import leaving_nothing
 
 __all__ = [
@@ -23,6 +32,7 @@ __all__ = [
     "call_model",
     "collated",
     "draw",
+    "few_of",
     "generators_put_back",
     "indices_of",
     "inputs_of",

@@ -22,7 +22,7 @@ from meshcee.job import At, Job
 from meshcee.reach import Reached
 from meshcee.sampling.data import batched, inputs_of
 from meshcee.sampling.order import NO_STEP, drawn, read
-from meshcee.sampling.source import inputs_of_one, probes
+from meshcee.sampling.source import few_of, inputs_of_one, probes
 from meshcee.sampling.traces import Traces, leaving_nothing
 from meshcee.user_code import as_number, calling
 
@@ -106,7 +106,7 @@ def _keeps_state(job: Job) -> bool:
 def _check_weight(job: Job) -> None:
     """UsageError for a weight that is another one when it is asked again: nobody knows how often it is asked."""
     assert job.weight is not None
-    targets = [batched([sample], job.seed, collate=job.collate)[1] for sample, _ in probes(job, AT_LEAST)]
+    targets = [few_of(job, sample, 1)[1] for sample, _ in probes(job, AT_LEAST)]
     with calling("Job.weight"):
         once = [as_number("Job.weight", job.weight(y)) for y in targets]
         traces = Traces(job)
@@ -190,7 +190,7 @@ def sample_digests(job: Job) -> dict[str, str]:
             try:
                 batch = batched(samples, job.seed, collate=job.collate)
             except UsageError:  # no micro-batch has these side by side
-                batch = batched(samples[:1], job.seed, collate=job.collate)
+                batch = few_of(job, samples[0], 1)
             found[COLLATE] = _digest(inputs_of(batch))
             if job.weight:
                 with calling("Job.weight"):

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
+from meshcee.errors import UsageError
 from meshcee.job import Job
-from meshcee.sampling.data import batch_of, batched, inputs_of
-from meshcee.sampling.order import draw, read
+from meshcee.sampling.data import batch_of, batched, inputs_of, rebuild
+from meshcee.sampling.order import NO_STEP, draw, read
 
-__all__ = ["Source", "indices_of", "inputs_of_one", "look_anew", "order_digest", "probes", "source_of"]
+__all__ = ["Source", "few_of", "indices_of", "inputs_of_one", "look_anew", "order_digest", "probes", "source_of"]
 
 
 class Source(Protocol):
@@ -122,4 +123,21 @@ def probes(job: Job, count: int) -> list[tuple[Any, float]]:
 
 def inputs_of_one(job: Job, sample: Any) -> dict[str, torch.Tensor]:
     """The raw inputs of a micro-batch of this sample alone."""
-    return inputs_of(batched([sample], job.seed, collate=job.collate))
+    return inputs_of(few_of(job, sample, 1))
+
+
+def few_of(job: Job, sample: Any, count: int, step: int = NO_STEP, first: int = 0) -> tuple[Any, Any]:
+    """A micro-batch of this sample, so many times. Of a `collate` that takes no such number, as one that pairs samples, rows of the
+    micro-batch that the job says.
+    """
+    try:
+        return batched([sample] * count, job.seed, step, first, collate=job.collate)
+    except UsageError as error:
+        size = job.micro_batch_size or job.batch_size
+        try:
+            batch = batched([sample] * size, job.seed, step, first, collate=job.collate)
+        except UsageError:
+            raise error from error.__cause__
+    rows = [k % size for k in range(count)]
+    inputs = {name: tensor[rows] for name, tensor in inputs_of(batch).items()}
+    return rebuild(batch[0], "x", inputs), rebuild(batch[1], "y", inputs)

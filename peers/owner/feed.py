@@ -32,7 +32,7 @@ from meshcee.sampling import (
     HyperSchedule,
     Reading,
     batch_of,
-    batched,
+    few_of,
     indices_of,
     inputs_of,
     leaving_nothing,
@@ -272,7 +272,7 @@ class Feed:
         """A batch: all samples have its structure."""
         with leaving_nothing(self._job):
             ((sample, _),) = probes(self._job, 1)
-            return batched([sample], self._job.seed, collate=self._job.collate)
+            return few_of(self._job, sample, 1)
 
     def _evaluated(self, micro: int, rows: tuple[int, int] | None) -> tuple[Any, Any]:
         job, first = self._job, micro * self._micro_batch

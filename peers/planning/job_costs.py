@@ -24,8 +24,7 @@ from meshcee.fields import unpack
 from meshcee.figures import MAX_SIZES, BlockTimes, DeviceProfile, JobCosts, as_run
 from meshcee.figures.kernels import KernelClass
 from meshcee.job import Job
-from meshcee.sampling import data as data_rules
-from meshcee.sampling import probes, scheduled
+from meshcee.sampling import few_of, probes, scheduled
 from meshcee.stage import optimizer_layout, why_one_pipeline
 from peers.device import capability, versions
 from peers.mesh_view import MeshView
@@ -248,7 +247,7 @@ def look(job: Job, captured: Capture) -> tuple[dict[str, int], float]:
     seconds = []
     for sample, took_s in probes(job, SAMPLES):
         began_s = time.perf_counter()
-        batch = data_rules.batched([sample], job.seed, collate=job.collate)
+        batch = few_of(job, sample, 1)
         seconds.append(took_s + time.perf_counter() - began_s)
         for name, tensor in captured.inputs_of(batch).items():
             if tensor.numel() and not tensor.is_floating_point() and not tensor.is_complex():
