@@ -16,13 +16,14 @@ import functools
 import linecache
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from meshcee.capture.export.masks import known, places, really
 from meshcee.capture.export.settings import caller, replaced
 from meshcee.user_code import is_ours
 
@@ -64,6 +65,9 @@ class Asserts:
         """Meanwhile a question on a value that nobody knows has the answer with which training goes on, where there is one."""
 
         def is_true(tensor: torch.Tensor) -> bool:
+            if (real := known(tensor)) is not None:
+                with really():
+                    return _BOOL(real)
             wanted = _wanted(caller()) if isinstance(tensor, FakeTensor) and tensor.dim() == 0 else None
             if wanted is None:
                 return _BOOL(tensor)
@@ -73,6 +77,9 @@ class Asserts:
 
         def item(tensor: torch.Tensor) -> Any:
             """What is only compared stays a tensor, as exact as Python's numbers are."""
+            if (real := known(tensor)) is not None:
+                with really():
+                    return _ITEM(real)
             if isinstance(tensor, FakeTensor) and tensor.dim() == 0 and _is_compared(caller()):
                 return tensor if tensor.dtype == torch.bool else tensor.double()
             return _ITEM(tensor)
@@ -86,12 +93,17 @@ class Asserts:
             asked = isinstance(given[0], FakeTensor) and _is_compared(caller())
             return torch.isclose(*given, **options).all() if asked else _CLOSE(*given, **options)
 
-        with (
-            replaced(torch.Tensor, "__bool__", is_true),
-            replaced(torch.Tensor, "item", item),
-            replaced(torch, "equal", equal),
-            replaced(torch, "allclose", allclose),
-        ):
+        with contextlib.ExitStack() as patches:
+            for name in _NUMBERS:
+                patches.enter_context(replaced(torch.Tensor, name, _of_known(getattr(torch.Tensor, name))))
+            for owner, name, answer in (
+                (torch.Tensor, "__getitem__", lambda tensor, index: _TAKE(tensor, _placed(index))),
+                (torch.Tensor, "__bool__", is_true),
+                (torch.Tensor, "item", item),
+                (torch, "equal", equal),
+                (torch, "allclose", allclose),
+            ):
+                patches.enter_context(replaced(owner, name, answer))
             yield
 
     def upon(self, loss: torch.Tensor) -> torch.Tensor:
@@ -100,6 +112,31 @@ class Asserts:
             return loss
         checked: torch.Tensor = torch.ops.aten._functional_assert_async.msg(self._holds, "assert", loss)
         return checked
+
+
+def _placed(index: Any) -> Any:
+    """The same index with places instead of a mask that follows from fixed numbers, as torch itself looks them up."""
+    parts: list[Any] = []
+    for part in index if isinstance(index, tuple) else (index,):
+        is_mask = isinstance(part, FakeTensor) and part.dtype == torch.bool and part.dim()
+        parts += [part] if not is_mask or (real := known(part)) is None else places(real)
+    return tuple(parts) if isinstance(index, tuple) or len(parts) > 1 else parts[0]
+
+
+_TAKE = torch.Tensor.__getitem__
+_NUMBERS = ("tolist", "__int__", "__float__", "__index__")
+
+
+def _of_known(ask: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Of a tensor whose numbers follow from fixed ones: these, as in eager mode."""
+
+    def answer(tensor: torch.Tensor) -> Any:
+        if (real := known(tensor)) is None:
+            return ask(tensor)
+        with really():
+            return ask(real)
+
+    return answer
 
 
 # -- where a question is asked

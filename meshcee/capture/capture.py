@@ -35,6 +35,7 @@ from meshcee.capture.export import (
     find_cuts,
     keeping,
     named_cuts,
+    one_by_one,
     overlap,
     peers_default,
     positions,
@@ -206,8 +207,17 @@ class _WithLoss(nn.Module):
             }
         told = faithful(self.model, self._replaced(), evaluate=self.evaluates)
         masks, asserts = causal_masks(self.model, self._real), Asserts()
-        asked = asserts.answered()
-        with keeping(self, self.rebound), sizes_that_vary(), told, masks, asked, _as_in_eager(), self._job.autocast():
+        asked, lists = asserts.answered(), one_by_one()
+        with (
+            keeping(self, self.rebound),
+            sizes_that_vary(),
+            told,
+            masks,
+            asked,
+            lists,
+            _as_in_eager(),
+            self._job.autocast(),
+        ):
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
             loss, terms = parts_of(self._job.loss(output, data_rules.rebuild(y, "y", tensors)))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:

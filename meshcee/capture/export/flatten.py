@@ -438,7 +438,11 @@ class _Flattener:
 
 
 def _follows_from_values(maker: str, place: Place) -> CaptureError:
-    advice = instead(place, "use a mask of fixed size, as torch.where does")
+    advice = instead(
+        place,
+        "use a mask of fixed size, as torch.where does: s.masked_fill(mask, -torch.inf) leaves out in a softmax, and "
+        "(c * mask).sum() / mask.sum() is a mean",
+    )
     return CaptureError(f"{maker} a tensor whose size follows from values of the data; {advice}")
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import getitem
 from typing import Any
 
 import torch
@@ -29,9 +30,20 @@ from meshcee.capture.export.flatten import LENGTH_MARGIN
 from meshcee.capture.export.settings import replaced
 from meshcee.errors import CaptureError
 
-__all__ = ["Asked", "Masks", "asked_for_masks", "causal_masks", "refuse_idle"]
+__all__ = [
+    "MOST_KNOWN",
+    "Asked",
+    "Masks",
+    "asked_for_masks",
+    "causal_masks",
+    "known",
+    "places",
+    "really",
+    "refuse_idle",
+]
 
 _DETECT: Any = transformer._detect_is_causal_mask
+MOST_KNOWN = 1 << 16  # numbers of a tensor
 _QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
@@ -80,7 +92,7 @@ class Masks:
 
 
 def _is_causal(real: torch.Tensor) -> bool:
-    with unset_fake_temporarily(), _disable_current_modes(), torch._C.DisableTorchFunction():
+    with really():
         return bool(_DETECT(real, None, len(real)))
 
 
@@ -94,9 +106,45 @@ def _of_sizes(mask: torch.Tensor) -> Iterator[torch.Tensor]:
     symbols = set().union(*(_expression(node).free_symbols for node in nodes if _is_size(node)))
     if slot.proxy.node not in nodes or len(symbols) > 1:
         return
-    usual = mask.shape[0].node.hint if isinstance(mask.shape[0], torch.SymInt) else mask.shape[0]
+    usual = next((node.meta["val"].node.hint for node in nodes if _is_size(node) and _expression(node) in symbols), 0)
+    if symbols and not usual:
+        return
     for size in _tried(usual) if symbols else [usual]:
         yield _computed(nodes, dict.fromkeys(symbols, size))[slot.proxy.node]
+
+
+@contextlib.contextmanager
+def really() -> Iterator[None]:
+    """Meanwhile tensors with numbers are computed with."""
+    with unset_fake_temporarily(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def known(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The numbers of a small tensor that follow from fixed numbers, and from no size; None where they follow from anything else."""
+    if isinstance(tensor, FakeTensor) and tensor.constant is not None:
+        return tensor.constant
+    found: torch.Tensor | None = None
+    if (
+        not isinstance(tensor, FakeTensor)
+        or not all(type(size) is int for size in tensor.shape)
+        or tensor.numel() > MOST_KNOWN
+    ):
+        return None
+    with contextlib.suppress(RuntimeError, IndexError):  # an operator takes not all sizes
+        for real in _of_sizes(tensor):
+            with really():
+                if found is not None and not (found.shape == real.shape and torch.equal(found, real)):
+                    return None
+            found = real
+        return found
+    return None
+
+
+def places(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Where a mask of numbers is true, one tensor for each of its dimensions."""
+    with really():
+        return tuple(place.clone() for place in mask.nonzero(as_tuple=True))
 
 
 def _computed(nodes: Mapping[torch.fx.Node, Any], sizes: Mapping[Any, int]) -> Mapping[torch.fx.Node, Any]:
@@ -121,12 +169,13 @@ def _from_sizes(tracer: Any, mask: torch.fx.Node) -> dict[torch.fx.Node, torch.T
         fixed = getattr(tracer.root, node.target, None) if node.op == "get_attr" else None
         operator = node.target if isinstance(node.target, torch._ops.OpOverload) else None
         writes = operator is not None and operator._schema.is_mutable
-        known = [arg in found for arg in node.all_input_nodes]
+        given = [arg in found for arg in node.all_input_nodes]
         drawn = operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
-        if _is_size(node) or type(fixed) is torch.Tensor or (operator is not None and not drawn and all(known)):
+        computes = (operator is not None and not drawn) or node.target is getitem  # one of several results
+        if _is_size(node) or type(fixed) is torch.Tensor or (computes and all(given)):
             found[node] = fixed
             needed |= {node} if writes else set()
-        elif writes and any(known):
+        elif writes and any(given):
             return {}
     for node in reversed(list(found)):
         needed |= set(node.all_input_nodes) if node in needed and not _is_size(node) else set()

@@ -7,7 +7,7 @@ for into graphs of their own, and so loses torch.no_grad() inside of autocast. W
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from meshcee.capture.export.refusals import users_line
 from meshcee.capture.export.settings import caller, replaced
 from meshcee.errors import CaptureError
 
-__all__ = ["AUTOCAST_OFF", "AUTOCAST_ON", "SET_GRAD", "SINCE", "does_nothing", "flat"]
+__all__ = ["AUTOCAST_OFF", "AUTOCAST_ON", "SET_GRAD", "SINCE", "does_nothing", "flat", "one_by_one"]
 
 SET_GRAD: Any = torch._C._set_grad_enabled
 AUTOCAST_ON: Any = torch.amp.autocast_mode._enter_autocast
@@ -56,6 +56,33 @@ def flat() -> Iterator[None]:
             yield
     finally:
         _KEEPS(keeps)
+
+
+@contextlib.contextmanager
+def one_by_one() -> Iterator[None]:
+    """Meanwhile functions of lists, as averages of weights use them, are those of their tensors: on a CPU torch does the same."""
+    with contextlib.ExitStack() as patches:
+        for name in (name + end for name in _OF_EACH for end in ("", "_") if hasattr(torch.Tensor, name + end)):
+            patches.enter_context(replaced(torch, f"_foreach_{name}", _each(getattr(torch.Tensor, name))))
+        yield
+
+
+_OF_EACH = (
+    *("add", "sub", "mul", "div", "neg", "abs", "sqrt", "exp", "log", "pow", "clamp_min", "clamp_max"),
+    *("lerp", "copy", "zero"),
+)
+
+
+def _each(one: Callable[..., Any]) -> Callable[..., Any]:
+    def call(tensors: Sequence[torch.Tensor], *given: Any, **named: Any) -> list[Any]:
+        def of(k: int, what: Any) -> Any:
+            return what[k] if isinstance(what, list | tuple) else what
+
+        return [
+            one(t, *(of(k, g) for g in given), **{n: of(k, g) for n, g in named.items()}) for k, t in enumerate(tensors)
+        ]
+
+    return call
 
 
 def _of_torch_alone(name: str, own: Callable[..., Any]) -> Callable[..., Any]:

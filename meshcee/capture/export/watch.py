@@ -22,9 +22,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from meshcee.capture.export.flatten import is_factory
+from meshcee.capture.export.masks import MOST_KNOWN, really
 from meshcee.capture.export.refusals import AFTER_ONE_BATCH, COUNT, GRADIENT_SET
 from meshcee.capture.export.settings import replaced
 from meshcee.capture.export.writes import is_copy
@@ -258,8 +259,56 @@ def _fake() -> Iterator[None]:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=sizes, static_shapes=True)
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(_SEED)
-        with mode:
+        with mode, _Fixed(mode):
             yield
+
+
+class _Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Small tensors that follow from no other, or from real ones, are known (`masks.known`): their `constant` holds the numbers.
+
+    torch itself keeps one number alone, so constants are out of its sight while it computes.
+    """
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._converter = mode.fake_tensor_converter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+            return func(*args, **kwargs)
+        if torch.Tag.data_dependent_output in func.tags:
+            return func(*args, **kwargs)
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        known = {id(t): (t, t.constant) for t in given if isinstance(t, FakeTensor) and t.constant is not None}
+        for t, _ in known.values():
+            t.constant = None
+        try:
+            made = func(*args, **kwargs)
+        finally:
+            for t, constant in known.values():
+                t.constant = constant
+        results = [t for t in tree_leaves(made) if isinstance(t, FakeTensor)]
+        writes = func._schema.is_mutable
+        if not all(id(t) in known or (type(t) is torch.Tensor and not writes) for t in given) or _unknown(
+            func, results
+        ):
+            for _, constant in known.values() if writes else ():
+                self._converter.invalidate_constant_aliases(constant)
+            return made
+        with really(), torch.no_grad():
+            own, named = tree_map(lambda it: known[id(it)][1] if id(it) in known else it, (args, kwargs))
+            real = [t for t in tree_leaves(func(*own, **named)) if isinstance(t, torch.Tensor)]
+        for result, constant in zip(results, real, strict=True) if not writes else ():
+            result.constant = constant
+            self._converter.add_constant_storage_mapping(result)
+        return made
+
+
+def _unknown(func: Any, results: Sequence[torch.Tensor]) -> bool:
+    """Whether the numbers of these are drawn, are left as memory has them, or are too many."""
+    drawn = torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.__name__
+    return drawn or sum(t.numel() for t in results) > MOST_KNOWN
 
 
 def _key(tensor: torch.Tensor) -> int:
