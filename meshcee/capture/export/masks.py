@@ -3,6 +3,7 @@
 The idea: torch's encoder and decoder ask whether a mask is causal. For two kinds of masks one knows the answer all the same. One
 kind is a tensor that stands there before the first step and stays unchanged. The other is a mask that forward computes from sizes
 and fixed numbers: it is computed here, too, for the sizes that may come.
+So is any small tensor that forward asks for its numbers, if it follows from fixed ones (`known`): meshcee/capture/asserts.py.
 
 Hugging Face's models leave out a mask that masks nothing. In eager code they ask whether all of it is set, and then call the
 kernel without one; while a graph is made they do not ask. The kernel computes the same bits either way. But with a mask, keys and

@@ -454,7 +454,7 @@ class _Looking(TorchFunctionMode):
         if func == _VERSION and not is_ours(sys._getframe(1).f_code.co_filename):
             raise CaptureError(
                 f"a tensor's _version is read{users_line()}, which counts what was written there, and peers count otherwise; "
-                "count steps in a buffer that forward changes in place"
+                "leave it out, count steps in a buffer that forward changes in place, and augment samples in data[i] or Job.collate"
             )
         if func in (_GRAD, _SET_GRAD) and _means_gradients(sys._getframe(1).f_code):
             if _in_optimizer():

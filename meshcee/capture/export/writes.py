@@ -48,7 +48,7 @@ def settled(exported: Exported, changed: Set[str] = frozenset()) -> tuple[list[I
                 COMPUTED
                 if entry.kind == "parameter"
                 else "work on a copy of it, or register_buffer what is to be kept in a module of the model; a loss that keeps "
-                "buffers must be a part of the model, too"
+                "buffers must be a part of the model, too, and a frozen net in it with batch norm wants net.eval()"
             )
             raise CaptureError(f"the model changes {what} in place{nodes[position].at}; {advice}")
         inputs[number] = dataclasses.replace(entry, mutated=True)
