@@ -483,7 +483,12 @@ class Training:
         if (given := self._wanted.plan) is not None:
             assert self._captured is not None
             return await given_plan(self._agent, given, self._job, self._captured, job)
-        return await ask_plan(self._agent, replace(self._request, job=job))
+        try:
+            return await ask_plan(self._agent, replace(self._request, job=job))
+        except PlanError as error:
+            if not (off := self._agent.directory.off):
+                raise
+            raise PlanError(f"{error}; {off}") from error  # who is left out for its clock
 
     def _costs(self, micro_batch: int | None) -> JobCosts:
         """Of the job, in such micro-batches, on devices with the bits of the steps that were told of."""
