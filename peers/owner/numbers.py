@@ -164,7 +164,6 @@ class Resumed:
     about: About
     reports: list[dict[str, Any]]
     copies: list[CopySet]
-
     is_over: bool
 
     @property
