@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
 
 from meshcee.capture.export.masks import known, places, really
 from meshcee.capture.export.settings import caller, replaced
@@ -97,13 +98,13 @@ class Asserts:
             for name in _NUMBERS:
                 patches.enter_context(replaced(torch.Tensor, name, _of_known(getattr(torch.Tensor, name))))
             for owner, name, answer in (
-                (torch.Tensor, "__getitem__", lambda tensor, index: _TAKE(tensor, _placed(index))),
                 (torch.Tensor, "__bool__", is_true),
                 (torch.Tensor, "item", item),
                 (torch, "equal", equal),
                 (torch, "allclose", allclose),
             ):
                 patches.enter_context(replaced(owner, name, answer))
+            patches.enter_context(_Placing())
             yield
 
     def upon(self, loss: torch.Tensor) -> torch.Tensor:
@@ -112,6 +113,13 @@ class Asserts:
             return loss
         checked: torch.Tensor = torch.ops.aten._functional_assert_async.msg(self._holds, "assert", loss)
         return checked
+
+
+class _Placing(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _TAKE:
+            args = args[0], _placed(args[1])
+        return func(*args, **(kwargs or {}))
 
 
 def _placed(index: Any) -> Any:
