@@ -20,6 +20,7 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import os
 import struct
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
@@ -83,7 +84,8 @@ class Direct:
                 server = await loop.create_server(self._accept, host, self._wanted_port)
             except OSError as error:
                 raise JoinError(
-                    f"this peer cannot listen for direct connections on {host} ({error}): choose another port for them"
+                    f"this peer cannot listen for direct connections on {host} ({os.strerror(error.errno or 0)}): choose another "
+                    "port for them"
                 ) from error
             self._servers.append(server)
             self.ports[6 if ":" in host else 4] = server.sockets[0].getsockname()[1]
