@@ -10,7 +10,6 @@ thread waits in its place, and lines wait in memory. What is too much for that i
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import errno
 import io
@@ -24,19 +23,8 @@ from meshcee.files.strict_json import dumps
 
 __all__ = ["MOST_WAITING", "Steady", "lost_lines", "part_prints", "steady_output", "write_fact", "written_apart"]
 
-SPELLED = "meshcee.spelled"  # of letters that the terminal's encoding has not
 MOST_WAITING = 1 << 20  # bytes of a stream, some 10,000 steps
 ENDS_WITHIN_S = 2.0  # of a command that is interrupted while nobody reads
-
-
-def _spelled(error: UnicodeError) -> tuple[str | bytes, int]:
-    """The own bytes of a path that the locale could not read, so that it can be pasted; other letters by their numbers."""
-    if isinstance(error, UnicodeEncodeError) and "\udc80" <= error.object[error.start] <= "\udcff":
-        return bytes([ord(error.object[error.start]) - 0xDC00]), error.start + 1
-    return codecs.backslashreplace_errors(error)
-
-
-codecs.register_error(SPELLED, _spelled)
 
 
 class _Over(io.RawIOBase):
@@ -110,7 +98,7 @@ def steady_output() -> None:
         if isinstance(raw, io.RawIOBase) and not isinstance(raw, Steady):
             stream.flush()
             as_before = {key: getattr(stream, key) for key in ("encoding", "line_buffering", "write_through")}
-            errors = SPELLED if stream.errors in ("strict", "surrogateescape", "backslashreplace") else stream.errors
+            errors = "backslashreplace" if stream.errors in ("strict", "surrogateescape") else stream.errors
             setattr(sys, name, io.TextIOWrapper(Steady(raw, stream), errors=errors, **as_before))
 
 
