@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshcee.capture.export import Unchanged, place_of
+from meshcee.capture.graph import places_written
 from meshcee.eager import entries
 from meshcee.errors import UsageError
 from meshcee.events import Event
@@ -150,11 +151,9 @@ class ReadsTold(WeightWatch):  # type: ignore[no-untyped-call]
 
 def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """What an operator writes in place of what it is given."""
-    if not func._schema.is_mutable:
-        return []
-    of_schema = func._schema.arguments
-    given = dict(zip((argument.name for argument in of_schema), args)) | dict(kwargs)
-    return [given.get(a.name) for a in of_schema if a.alias_info is not None and a.alias_info.is_write]
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args)) | dict(kwargs)
+    return [given.get(names[place]) for place in places_written(func._schema)]
 
 
 def _is_looked_at(it: Any) -> bool:

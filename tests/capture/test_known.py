@@ -195,3 +195,40 @@ def test_a_number_that_follows_from_the_number_of_samples_is_not_taken_for_a_fix
     torch.manual_seed(1)
     with contextlib.suppress(CaptureError):
         assert difference(job_of(Counts())) == ""
+
+
+def by_batch_norm(h: torch.Tensor) -> torch.Tensor:
+    mean, variance = torch.zeros(WIDTH), torch.ones(WIDTH)
+    F.batch_norm(h, mean, variance, training=True, momentum=1.0)
+    return mean
+
+
+def by_instance_norm(h: torch.Tensor) -> torch.Tensor:
+    mean, variance = torch.zeros(1), torch.ones(1)
+    torch.instance_norm(h[:, None], None, None, mean, variance, True, 1.0, 1e-5, False)
+    return mean
+
+
+def by_a_module(h: torch.Tensor) -> torch.Tensor:
+    norm = nn.BatchNorm1d(WIDTH, affine=False)
+    state = {"running_mean": torch.zeros(WIDTH), "running_var": torch.ones(WIDTH)}
+    torch.func.functional_call(norm, state, (h,))
+    return state["running_mean"]
+
+
+@pytest.mark.parametrize("statistics", [by_batch_norm, by_instance_norm, by_a_module])
+def test_statistics_that_a_norm_writes_are_no_fixed_numbers(statistics: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The norms' schemas do not say that they write."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.net(x)
+            return h * 0.5 if float(statistics(h).max()) > 0.7 else h
+
+    torch.manual_seed(1)
+    with pytest.raises(CaptureError, match="made from the values of a tensor"):
+        difference(job_of(Branches()))

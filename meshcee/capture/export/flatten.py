@@ -36,6 +36,7 @@ from meshcee.capture.graph import (
     find_operator,
     is_random,
     operator_name,
+    places_written,
     quiet,
     without_out,
 )
@@ -479,14 +480,8 @@ def _needed(graph: Any) -> set[Any]:
         target, name = node.target, operator_name(node.target) if node.op == "call_function" else None
         effect = name is None  # a mode, an input, the output
         if isinstance(target, torch._ops.OpOverload):
-            # Written, its schema does not say.
-            statistics = any(a.name == "running_mean" for a in target._schema.arguments)
-            effect = (
-                target is BEGINS
-                or target._schema.is_mutable
-                or torch.Tag.nondeterministic_seeded in target.tags
-                or statistics
-            )
+            writes = places_written(target._schema) != ()
+            effect = target is BEGINS or writes or torch.Tag.nondeterministic_seeded in target.tags
         if node in needed or (effect and not _DROPPED.fullmatch(name or str(target))):
             needed.add(node)
             needed.update(node.all_input_nodes)

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from meshcee.capture.export.flatten import LENGTH_MARGIN
 from meshcee.capture.export.settings import replaced
+from meshcee.capture.graph import places_written
 from meshcee.errors import CaptureError
 
 __all__ = [
@@ -169,7 +170,7 @@ def _from_sizes(tracer: Any, mask: torch.fx.Node) -> dict[torch.fx.Node, torch.T
     for node in tracer.graph.nodes:
         fixed = getattr(tracer.root, node.target, None) if node.op == "get_attr" else None
         operator = node.target if isinstance(node.target, torch._ops.OpOverload) else None
-        writes = operator is not None and operator._schema.is_mutable
+        writes = operator is not None and places_written(operator._schema) != ()
         given = [arg in found for arg in node.all_input_nodes]
         drawn = operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
         computes = (operator is not None and not drawn) or node.target is getitem  # one of several results

@@ -29,7 +29,7 @@ from meshcee.capture.export.masks import MOST_KNOWN, really
 from meshcee.capture.export.refusals import AFTER_ONE_BATCH, COUNT, GRADIENT_SET
 from meshcee.capture.export.settings import replaced
 from meshcee.capture.export.writes import is_copy
-from meshcee.capture.graph import Program, canonical, quiet, resolve, without_out
+from meshcee.capture.graph import Program, canonical, places_written, quiet, resolve, without_out
 from meshcee.eager import entries
 from meshcee.errors import CaptureError
 from meshcee.files.tensor_files import byte_view
@@ -289,7 +289,7 @@ class _Fixed(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for t, constant in known.values():
                 t.constant = constant
         results = [t for t in tree_leaves(made) if isinstance(t, FakeTensor)]
-        writes = func._schema.is_mutable
+        writes = places_written(func._schema) != ()
         if not all(id(t) in known or (type(t) is torch.Tensor and not writes) for t in given) or _unknown(
             func, results
         ):

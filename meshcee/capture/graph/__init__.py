@@ -7,7 +7,14 @@ capture and no other, so no code of the user's can reach them.
 from meshcee.capture.graph.analysis import Analysis, analyse, find_recomputed, quiet, resolve, unfolded
 from meshcee.capture.graph.draws import whole_draws
 from meshcee.capture.graph.guards import FAILED_ASSERT, teach_shapes
-from meshcee.capture.graph.operators import FUNCTION, Operator, find_operator, operator_name, without_out
+from meshcee.capture.graph.operators import (
+    FUNCTION,
+    Operator,
+    find_operator,
+    operator_name,
+    places_written,
+    without_out,
+)
 from meshcee.capture.graph.program import Batch, Dim, Free, Input, Node, Program, Ref, StageSpec, Value, is_random
 from meshcee.capture.graph.rows import Cut, divided
 from meshcee.capture.graph.same_work import alike, tied
@@ -41,6 +48,7 @@ __all__ = [
     "is_random",
     "moved",
     "operator_name",
+    "places_written",
     "quiet",
     "resolve",
     "teach_shapes",

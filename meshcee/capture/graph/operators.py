@@ -24,7 +24,7 @@ import torch
 from meshcee.capture.graph.guards import GUARDED, teach_shapes
 from meshcee.errors import GraphError
 
-__all__ = ["ALLOWED", "FUNCTION", "Operator", "find_operator", "operator_name", "without_out"]
+__all__ = ["ALLOWED", "FUNCTION", "Operator", "find_operator", "operator_name", "places_written", "without_out"]
 
 ALLOWED: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("allowed.toml").read_text())
 
@@ -131,6 +131,12 @@ def operator_name(target: Any) -> str | None:
         return None
 
 
+def places_written(schema: Any) -> tuple[int, ...]:
+    """The arguments that a call may write in place. Batch norm writes its statistics, and its schema does not say so."""
+    said = tuple(i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+    return said or tuple(i for i, a in enumerate(schema.arguments) if a.name in ("running_mean", "running_var"))
+
+
 @functools.lru_cache(maxsize=4096)
 def find_operator(name: str) -> Operator:
     """The operator of this wire name; raises GraphError when it is not allowed or does not exist."""
@@ -150,14 +156,12 @@ def find_operator(name: str) -> Operator:
     schema = overload._schema
     full = [str(argument.real_type) for argument in schema.arguments]
     shared = set().union(*(r.alias_info.before_set for r in schema.returns if r.alias_info is not None))
-    mutates = tuple(i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+    mutates = places_written(schema)
     aliases = tuple(
         i for i, a in enumerate(schema.arguments) if a.alias_info is not None and (a.alias_info.before_set & shared)
     )
     names = [a.name for a in schema.arguments]
-    if {"running_mean", "running_var"} <= set(names):  # batch norm writes them; its schema does not say so
-        mutates = mutates or (names.index("running_mean"), names.index("running_var"))
-    elif torch.Tag.maybe_aliasing_or_mutating in overload.tags:  # dropout that is off returns its input
+    if torch.Tag.maybe_aliasing_or_mutating in overload.tags:  # dropout that is off returns its input
         aliases = aliases or (0,)
     if name in GUARDED:
         teach_shapes()
