@@ -50,12 +50,12 @@ from meshcee.capture.export import (
 from meshcee.capture.graph import Analysis, Batch, Dim, Input, Node, NodeRefused, Program, find_recomputed, teach_shapes
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.initial_state import InitialState
-from meshcee.capture.modules import refuse_modules
+from meshcee.capture.modules import refuse_modules, warn_of_eval
 from meshcee.capture.outputs import check_terms, no_loss, put_together, taken_apart
 from meshcee.capture.trial import as_trained, example_of, own_sizes, refuse_dtypes, refuse_failing, refuse_types
 from meshcee.capture.unread import ask_others, refuse_told_beside, unread
 from meshcee.config import Limits
-from meshcee.eager import HALVES, entries, in_full, original_of, put_others, with_a_train
+from meshcee.eager import HALVES, entries, in_full, original_of, put_others
 from meshcee.errors import CaptureError, GraphError, MeshceeError, UsageError
 from meshcee.events import Event
 from meshcee.figures import BlockCost
@@ -304,7 +304,7 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
     teach_shapes()
     model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else _constructed(job)
     refuse_modules(model, job.loss)
-    _warn_of_eval(model)
+    warn_of_eval(model)
     names, aliases = _names(model)
     tensors = {n: t.detach() for n, t in entries(model) if n not in aliases}
     elsewhere = sorted({t.device.type for t in tensors.values()} - {"cpu"})
@@ -411,6 +411,11 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
         branches=tuple(branches),
     )
     for inputs in probed:
+        if missing := [x.name for x in program.inputs if x.kind == "raw" and x.name not in inputs]:
+            raise UsageError(
+                f"Job.collate makes {', '.join(inputs)} of one sample, and {missing[0]} of {EXAMPLES}: let it give the same for "
+                "any number of samples"
+            )
         if any(x.kind == "raw" and x.value.short_of(inputs[x.name].shape) for x in program.inputs):
             raise CaptureError(f"a sample of data: {found.misfit(inputs)}")
     return found
@@ -430,22 +435,6 @@ def watch_sizes(job: Job, captured: Capture, sizes: Sequence[int]) -> None:
     names = _names(model)[0]
     with as_trained(model, job):
         _watched(_WithLoss(model, job, example, evaluate=False), job, example, names, sizes)(captured.train)
-
-
-def _warn_of_eval(model: nn.Module) -> None:
-    """A wrapper is born in train mode, and what is inside may still be as `from_pretrained`, or who copied a teacher, left it. A
-    `train` of the user's own says what stays.
-    """
-    own = {inside for module in with_a_train(model) for inside in module.modules()}
-    kinds = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase
-    found = [
-        name
-        for name, module in model.named_modules()
-        if model.training and not module.training and isinstance(module, kinds) and module not in own
-        if getattr(module, "p", True) and getattr(module, "track_running_stats", True)
-    ]
-    if found:
-        log.warning(Event.PART_IN_EVAL, modules=found[:3])
 
 
 def _watch(wrap: _WithLoss, job: Job, example: tuple[Any, Any], names: Mapping[str, str]) -> Watch:

@@ -8,15 +8,19 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import structlog
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from meshcee.capture.export import hooked
-from meshcee.eager import entries
+from meshcee.eager import entries, with_a_train
 from meshcee.errors import CaptureError
+from meshcee.events import Event
 
-__all__ = ["refuse_modules"]
+__all__ = ["refuse_modules", "warn_of_eval"]
+
+log = structlog.get_logger()
 
 
 def refuse_modules(model: nn.Module, loss: Any) -> None:
@@ -83,3 +87,19 @@ def _refuse_other_state(model: nn.Module) -> None:
                 f"model.state_dict() calls {own[tensor]!r} {key!r}, and results have the model's own names: leave out what renames "
                 "it; for torch's checkpoint_wrapper call torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in forward"
             )
+
+
+def warn_of_eval(model: nn.Module) -> None:
+    """A wrapper is born in train mode, and what is inside may still be as `from_pretrained`, or who copied a teacher, left it. A
+    `train` of the user's own says what stays.
+    """
+    own = {inside for module in with_a_train(model) for inside in module.modules()}
+    kinds = nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase
+    found = [
+        name
+        for name, module in model.named_modules()
+        if model.training and not module.training and isinstance(module, kinds) and module not in own
+        if getattr(module, "p", True) and getattr(module, "track_running_stats", True)
+    ]
+    if found:
+        log.warning(Event.PART_IN_EVAL, modules=found[:3])

@@ -115,11 +115,9 @@ def check_terms(terms: Mapping[Any, Any]) -> tuple[str, ...]:
                 f"loss(output, target) returns a term named {name!r:.80}: give it a short name of letters"
             )
         if not isinstance(term, torch.Tensor) or term.dim() != 0 or term.is_complex():
-            what = (
-                f"a tensor of shape {tuple(term.shape)}"
-                if isinstance(term, torch.Tensor)
-                else f"a {type(term).__name__}"
-            )
+            what = f"a {type(term).__name__}"
+            if isinstance(term, torch.Tensor):
+                what = "a complex number" if term.dim() == 0 else f"a tensor of shape {tuple(term.shape)}"
             raise CaptureError(
                 f"loss(output, target) returns {what} as {name!r}, and a step tells of scalar tensors: use .mean() or .sum(), not "
                 ".item() or float(), or leave it out"

@@ -7,7 +7,7 @@ each step. The owner and the plain loop share this room; members never see a dat
 from meshcee.sampling.again import FED, Reading, repeats, unrepeatable
 from meshcee.sampling.data import batch_of, batched, call_model, inputs_of, rebuild, stack
 from meshcee.sampling.hyper import HyperSchedule, scheduled
-from meshcee.sampling.order import GENERATORS, NO_STEP, collated, draw, generators_put_back, read
+from meshcee.sampling.order import GENERATORS, KERNELS, NO_STEP, collated, draw, generators_put_back, read
 from meshcee.sampling.source import (
     Source,
     few_of,
@@ -23,6 +23,7 @@ from meshcee.sampling.traces import leaving_nothing
 __all__ = [
     "FED",
     "GENERATORS",
+    "KERNELS",
     "NO_STEP",
     "HyperSchedule",
     "Reading",

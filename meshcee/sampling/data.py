@@ -64,8 +64,8 @@ def batched(
     for path, tensor in inputs_of((x, y)).items():
         if tensor.shape[:1] != (len(samples),):
             raise UsageError(
-                f"Job.collate makes of {len(samples)} samples {path} of shape {tuple(tensor.shape)}; its first dimension "
-                "must have one row for each sample"
+                f"Job.collate makes of {len(samples)} sample{'s' * (len(samples) > 1)} {path} of shape {tuple(tensor.shape)}; its "
+                "first dimension must have one row for each sample"
             )
     return x, y
 

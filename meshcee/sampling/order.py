@@ -30,6 +30,7 @@ from meshcee.user_code import calling
 
 __all__ = [
     "GENERATORS",
+    "KERNELS",
     "NO_STEP",
     "Same",
     "collated",
@@ -45,6 +46,60 @@ NO_STEP = -1  # of reads that belong to no step of training: evaluation, and loo
 # Whoever seeds this process's generators, or draws from them, holds this meanwhile: the owner's samples are read beside the
 # stages that this process computes.
 GENERATORS = threading.RLock()
+
+
+class _Kernels:
+    """Which kernels torch takes in this process: torch.export changes that for all threads, and others round otherwise.
+
+    So no device of this process computes meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._computing, self._exporting = 0, 0
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """A device computes. Who waits for `GENERATORS` in there has `paused`: an export may hold them."""
+        self._begin()
+        try:
+            yield
+        finally:
+            self._end()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._end()
+        try:
+            yield
+        finally:
+            self._begin()
+
+    @contextmanager
+    def changed(self) -> Iterator[None]:
+        """An export, once no device computes; one that would begin waits."""
+        with self._changed:
+            self._exporting += 1
+            self._changed.wait_for(lambda: not self._computing)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._exporting -= 1
+                self._changed.notify_all()
+
+    def _begin(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._exporting)
+            self._computing += 1
+
+    def _end(self) -> None:
+        with self._changed:
+            self._computing -= 1
+            self._changed.notify_all()
+
+
+KERNELS = _Kernels()
 
 
 def drawn() -> tuple[Any, ...]:

@@ -138,6 +138,10 @@ def few_of(job: Job, sample: Any, count: int, step: int = NO_STEP, first: int = 
             batch = batched([sample] * size, job.seed, step, first, collate=job.collate)
         except UsageError:
             raise error from error.__cause__
+        if job.micro_batch_size is None:
+            raise UsageError(
+                f"{error}: let it take any number of samples, or say micro_batch_size=N in the job"
+            ) from error
     rows = [k % size for k in range(count)]
     inputs = {name: tensor[rows] for name, tensor in inputs_of(batch).items()}
     return rebuild(batch[0], "x", inputs), rebuild(batch[1], "y", inputs)

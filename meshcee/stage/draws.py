@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshcee.capture.graph import Node, StageSpec, is_random
 from meshcee.errors import GraphError
-from meshcee.sampling import GENERATORS
+from meshcee.sampling import GENERATORS, KERNELS
 from meshcee.stage.deferred import Template
 
 __all__ = ["Draws", "Rng"]
@@ -66,7 +66,7 @@ class Draws:
         if rng is None or not spec.uses_random:
             yield after
             return
-        with contextlib.nullcontext() if self._is_own else GENERATORS:
+        with contextlib.nullcontext() if self._is_own else _generators():
             # Only this generator: torch.manual_seed visits every backend, which takes half a millisecond.
             if isinstance(rng, int):
                 self._generator.manual_seed(rng)
@@ -74,6 +74,18 @@ class Draws:
                 self._generator.set_state(rng.cpu())
             yield after
             after[0] = self._generator.get_state()
+
+
+@contextlib.contextmanager
+def _generators() -> Iterator[None]:
+    """As soon as nobody else in this process draws."""
+    if not GENERATORS.acquire(blocking=False):
+        with KERNELS.paused():
+            GENERATORS.acquire()
+    try:
+        yield
+    finally:
+        GENERATORS.release()
 
 
 class _Draw:

@@ -23,12 +23,12 @@ from typing import Annotated, Any
 import typer
 
 from meshcee import __version__
-from meshcee.errors import MeshceeError, NotNowError, UsageError
+from meshcee.errors import MeshceeError, UsageError
 from meshcee.files import disk
-from meshcee.files.steady import lost_lines, part_prints, steady_output, write_fact
+from meshcee.files.steady import part_prints, steady_output, write_fact
 from meshcee.files.token_file import read_token
 from meshcee.user_code import thread_left
-from peers.cli.session import KINDS, not_loaded, printable, spin_briefly, write_job
+from peers.cli.session import KINDS, code_of_output, not_loaded, printable, spin_briefly, write_job
 from peers.cli.settings import config_file, defaults_of
 from peers.cli.settings.options import (
     Device,
@@ -57,7 +57,6 @@ from peers.cli.settings.options import (
 __all__ = ["app", "main"]
 
 GONE = 128 + signal.SIGPIPE  # as other programs whose reader has gone, `| head`
-RUNNING = (["demo"], ["peer"], ["train"])  # what these print is not what they are run for
 HELPS = ((), ("config",), ("doctor",), ("peer", "uninstall"), ("peer", "logs"))  # these need no file of settings
 
 app = typer.Typer(
@@ -653,12 +652,7 @@ def main(arguments: list[str] | None = None) -> None:
     except SystemExit as done:  # click has told what is wrong, but not where that may stand
         if done.code == UsageError.exit_code and defaults:
             print(f"meshcee: options also come from {config_file(os.environ)}", file=sys.stderr)
-        if isinstance(done.__context__, BrokenPipeError):
-            sys.exit(GONE)
-        if not done.code and (lost := lost_lines()):
-            print(f"meshcee: standard output cannot be written: {lost}", file=sys.stderr)
-            sys.exit(0 if told[:1] in RUNNING else NotNowError.exit_code)
-        sys.exit(done.code)
+        sys.exit(GONE if isinstance(done.__context__, BrokenPipeError) else done.code or code_of_output(told))
     except MeshceeError as error:
         if os.environ.get("MESHCEE_LOG", "").lower() == "debug":
             traceback.print_exception(error)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Iterator, MutableMapping
+from collections.abc import Callable, Coroutine, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +27,7 @@ from rich.text import Text
 
 from meshcee.errors import MeshceeError, NotNowError, UsageError, unwrap
 from meshcee.files import disk
-from meshcee.files.steady import written_apart
+from meshcee.files.steady import lost_lines, written_apart
 from meshcee.user_code import import_job_file, under_way
 
 if TYPE_CHECKING:
@@ -82,6 +82,14 @@ def configure_logging(*, as_json: bool, level: str | None = None) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping().get(name, logging.INFO)),
         logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
     )
+
+
+def code_of_output(told: Sequence[str]) -> int:
+    """Of a command that has ended well: 0, or another one if what it is run for is what it prints, and that is lost."""
+    if not (lost := lost_lines()):
+        return 0
+    print(f"meshcee: standard output cannot be written: {lost}", file=sys.stderr)
+    return 0 if told[:1] in (["demo"], ["peer"], ["train"]) else NotNowError.exit_code
 
 
 def printable(text: str) -> str:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from meshcee.errors import PlanError
+from meshcee.sampling import KERNELS
 from peers.device.calls import Calls
 from peers.device.memory import MemoryCount
 
@@ -137,7 +138,10 @@ class Compute:
 
     def behind(self, call: Callable[[], None]) -> asyncio.Future[None]:
         """Start behind all that was started on either thread; who no longer waits for the result does not undo it."""
-        return asyncio.shield(self.run_aside(lambda: self._pool.submit(self.calls.noted, self.staging, call).result()))
+        computing = partial(_with_kernels, call)
+        return asyncio.shield(
+            self.run_aside(lambda: self._pool.submit(self.calls.noted, self.staging, computing).result())
+        )
 
     def _ended(self, call: object = None) -> None:
         self.running, self.done = self.running - 1, self.done + 1
@@ -170,7 +174,8 @@ class Compute:
         asked_s = loop.time()  # the loop's clock, which sleep goes by
         if self.staging is not None:
             call = partial(self._settled, self.staging, call)
-        result = await loop.run_in_executor(self._pool, self.calls.noted, self.staging, call, *args)
+        computing = partial(_with_kernels, call, *args)
+        result = await loop.run_in_executor(self._pool, self.calls.noted, self.staging, computing)
         self.last_s = loop.time() - asked_s
         if self.pace is not None and flops > 0:
             # A timer wakes us up to a millisecond late; a device that had work waiting began it when it was free.
@@ -187,3 +192,8 @@ class Compute:
         result = call(*args)
         staging.mark().synchronize()
         return result
+
+
+def _with_kernels(call: Callable[..., T], *args: Any) -> T:
+    with KERNELS.used():
+        return call(*args)

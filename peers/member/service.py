@@ -432,7 +432,11 @@ class Member:
         run, (incarnation, number) = messages.run_of(frame.header), messages.epoch_of(frame.header)
         epoch, newest = (incarnation, owner, number), self._epochs.get(run)
         if newest is not None and epoch <= newest:
-            since = "" if newest[1] == owner else f" by {newest[1]}, who owns the run now and goes on with it"
+            since = (
+                ""
+                if newest[1] == owner
+                else f" by {newest[1]}, who owns the run now: it goes on there, or has ended there"
+            )
             raise NotPermittedError(
                 f"epoch {incarnation}.{number} is over: {newest[0]}.{newest[2]} was offered since{since}"
             )

@@ -69,7 +69,9 @@ async def an_owner(options: JoinOptions, home: Home | None = None) -> AsyncItera
         node = await stack.enter_async_context(a_peer(replace(options, compute=False), home))
         await node.wait_for_peers(lent)
         group = await stack.enter_async_context(asyncio.TaskGroup())
-        yield Mesh(node, group, home, lent)
+        mesh = Mesh(node, group, home, lent)
+        stack.push_async_callback(mesh.end)
+        yield mesh
 
 
 @asynccontextmanager

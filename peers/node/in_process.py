@@ -141,7 +141,9 @@ class InProcess:
         """A Mesh that may own jobs here."""
         owner = await self.start(name, lends=False, clock=clock)
         await owner.wait_for_devices(sum(agent.lends for agent in self.agents.values()))
-        return Mesh(owner, await self._stack.enter_async_context(asyncio.TaskGroup()), home)
+        mesh = Mesh(owner, await self._stack.enter_async_context(asyncio.TaskGroup()), home)
+        self._stack.push_async_callback(mesh.end)
+        return mesh
 
     def crash(self, name: str) -> None:
         """As if its process had been killed: all that the others notice is that nothing comes any more."""

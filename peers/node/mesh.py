@@ -48,6 +48,7 @@ class Mesh:
         self._lent = lent  # peers that this process has added to the mesh for its own jobs, and that have not left
         self.training: Training | None = None
         self._running: asyncio.Task[None] | None = None  # of that
+        self._beside: list[asyncio.Task[None]] = []  # it, and what writes of it
 
     def stop(self) -> bool:
         """Finish the running step, collect the weights, end: what the first Ctrl-C does. False when nothing runs yet."""
@@ -176,6 +177,10 @@ class Mesh:
         assert self.agent.shelf is not None
         return await stand_by(self.agent, self.agent.shelf, self._home, job.name, check, tell)
 
+    async def end(self) -> None:
+        """A job whose reports nobody reads any more is over with the mesh."""
+        await _ended(self._beside)
+
     async def _is_free(self) -> None:
         """UsageError while a job trains, and once a loop over its reports was left, wait for the end of that."""
         if (running := self._running) is None:
@@ -184,7 +189,8 @@ class Mesh:
             await asyncio.sleep(0)
         if not running.done() and not running.cancelling():
             raise UsageError(
-                "this mesh trains a job already, and its `result` is of one job: wait for the end, or join once more for another"
+                "this mesh trains a job already, and its `result` is of one job: wait for the end, or join once more for another; "
+                "of a loop that you have left, say `await reports.aclose()`"
             )
         await asyncio.wait([running])
 
@@ -253,7 +259,7 @@ class Mesh:
         )
         self.training, self.result = training, training.result
         self._running = task = self._group.create_task(training.run())
-        beside = [task] if story is None else [task, self._group.create_task(story.run(training))]
+        beside = self._beside = [task] if story is None else [task, self._group.create_task(story.run(training))]
         try:
             while (item := early.popleft() if early else await reports.get()) is not None:
                 if isinstance(item, MeshceeError):
@@ -262,6 +268,11 @@ class Mesh:
                     story.hear(item)
                 yield item
         finally:
-            for one in beside:
-                one.cancel()
-            await asyncio.wait(beside)
+            await _ended(beside)
+
+
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

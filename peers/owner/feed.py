@@ -91,6 +91,15 @@ class Steering:
 
             self.readers = Readers(job)
 
+    @functools.cached_property
+    def structure(self) -> tuple[Any, Any]:
+        """A batch: all samples have its structure. Found once in a run: later, a read of an epoch that has ended may be under way,
+        and would lose what it has counted.
+        """
+        with leaving_nothing(self._job):
+            ((sample, _),) = probes(self._job, 1)
+            return few_of(self._job, sample, 1)
+
     def check(self) -> None:
         """Before all else: UsageError for a schedule that the job outlasts, or of callbacks that hear of nothing in this run."""
         with unread(self._job.model):
@@ -264,15 +273,8 @@ class Feed:
         if self._fed is None:
             return read_now()
         fed = self._fed.batches(step, lambda: [inputs_of(batch) for batch in read_now()])
-        x, y = self._structure
+        x, y = self.steering.structure
         return [(rebuild(x, "x", raw), rebuild(y, "y", raw)) for raw in fed]
-
-    @functools.cached_property
-    def _structure(self) -> tuple[Any, Any]:
-        """A batch: all samples have its structure."""
-        with leaving_nothing(self._job):
-            ((sample, _),) = probes(self._job, 1)
-            return few_of(self._job, sample, 1)
 
     def _evaluated(self, micro: int, rows: tuple[int, int] | None) -> tuple[Any, Any]:
         job, first = self._job, micro * self._micro_batch

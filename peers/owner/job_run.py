@@ -474,7 +474,8 @@ class Training:
     async def _profile(self, without: Collection[str]) -> Mapping[str, BlockTimes]:
         """Of the job's blocks on the devices that are idle now, but for these; whoever was asked before remembers."""
         assert self._captured is not None
-        found = await profile(self._agent, self._job, self._captured, self._request.job, without=without)
+        request = self._request
+        found = await profile(self._agent, self._job, self._captured, request.job, request.largest, without)
         self._request = replace(self._request, times={**self._request.times, **found})
         return found
 

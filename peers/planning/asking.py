@@ -83,7 +83,7 @@ async def question(
     costs = replace(costs, data_s=data_s / max(1, job.workers))
     feeds = await _feeds(agent, job, costs)  # before the job's graph goes to the devices, over the same links
     times = await profile(agent, job, captured, costs, most)
-    return PlanRequest(costs, times, stages, lent, feeds=feeds)
+    return PlanRequest(costs, times, stages, lent, feeds=feeds, largest=most)
 
 
 async def _feeds(agent: MeshView, job: Job, costs: JobCosts) -> dict[str, LinkProfile]:

@@ -73,10 +73,13 @@ class PlanRequest:
     parted: tuple[tuple[str, str], ...] = ()  # links that its members say nothing crosses any more
     feeds: Annotated[Mapping[str, LinkProfile], _Profiles] = field(default_factory=dict)  # the owner's, as measured
     hurried: bool = False  # a member was lost and the run stands still
+    largest: Mapping[str, int] = field(
+        default_factory=dict
+    )  # integers of its inputs, which random ids stay under; not sent
 
     def frame(self) -> Frame:
         blocks = [replace(cost, parameters=()) for cost in self.job.blocks]
-        body = plain(replace(self, job=replace(self.job, blocks=blocks)))
+        body = plain(replace(self, job=replace(self.job, blocks=blocks), largest={}))
         return Frame(messages.PLAN_REQUEST, {}, [msgpack.packb(body)])
 
     @classmethod

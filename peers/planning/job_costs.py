@@ -135,18 +135,17 @@ async def profile(
     job: Job,
     captured: Capture,
     costs: JobCosts,
-    most: Mapping[str, int] | None = None,
+    most: Mapping[str, int],
     without: Collection[str] = (),
 ) -> dict[str, BlockTimes]:
     """Times of the job's blocks on the idle devices that answered, of all but these; warns of those that did not.
 
-    most  as `look` found it, before the first step; else samples are looked at again
+    most  as `look` found it, before the first step: later ones find data that may count what is read
     """
     devices, _ = costs.fitting(as_run(agent.devices(), costs.threads))
     asked = whom_to_ask({peer: device for peer, device in devices.items() if peer not in without})
     data = await asyncio.to_thread(encode_program, captured.train)
-    largest = (await asyncio.to_thread(look, job, captured))[0] if most is None else most
-    questions = {peer: _request(job, captured, costs, devices[peer].memory_bytes, largest) for peer in asked}
+    questions = {peer: _request(job, captured, costs, devices[peer].memory_bytes, most) for peer in asked}
     found: dict[str, BlockTimes] = {}
     refused: dict[str, BaseException] = {}
     gate = asyncio.Semaphore(AT_ONCE)

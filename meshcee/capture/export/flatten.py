@@ -42,6 +42,7 @@ from meshcee.capture.graph import (
 )
 from meshcee.errors import CaptureError, GraphError, MeshceeError
 from meshcee.files.layout import offset_of
+from meshcee.sampling import KERNELS
 from meshcee.user_code import Place
 
 __all__ = ["EXAMPLES", "Exported", "export_module", "is_factory"]
@@ -104,7 +105,8 @@ def export_module(
     try:
         with quiet(), flat(), one_order(most), traced_functions(backward=not evaluates), Watched() as watched:
             given = tuple(tensor.detach() for tensor in arguments.values())  # labels in x and in y would be one input
-            exported = torch.export.export(module, given, dynamic_shapes=(shapes,), strict=False)
+            with KERNELS.changed():
+                exported = torch.export.export(module, given, dynamic_shapes=(shapes,), strict=False)
     except MeshceeError:
         raise
     except Exception as error:  # torch.export raises a dozen unrelated classes
@@ -442,7 +444,8 @@ def _follows_from_values(maker: str, place: Place) -> CaptureError:
     advice = instead(
         place,
         "use a mask of fixed size, as torch.where does: s.masked_fill(mask, -torch.inf) leaves out in a softmax, and "
-        "(c * mask).sum() / mask.sum() is a mean",
+        "(c * mask).sum() / mask.sum() is a mean; of a mask that stays as it is, keep the places: register_buffer('kept', "
+        "mask.nonzero()[:, 0])",
     )
     return CaptureError(f"{maker} a tensor whose size follows from values of the data; {advice}")
 

@@ -73,6 +73,16 @@ def resolve(argument: Any, values: Sequence[Any] | Mapping[int, Any]) -> Any:
     return argument
 
 
+class _NoModules:
+    """In the place of torch's own, which hears of the modules of all threads, and hangs hooks into their backward passes."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
 def analyse(inputs: Sequence[Input], nodes: Sequence[Node]) -> Analysis:
     flops, saved, requires, memory = _fake_pass(inputs, nodes)
     users: list[list[int]] = [[] for _ in range(len(inputs) + len(nodes))]
@@ -110,6 +120,7 @@ def _fake_pass(
         return tensor.detach()  # the tensor itself would keep its own graph alive
 
     counter = FlopCounterMode(display=False)
+    counter.mod_tracker = _NoModules()  # type: ignore[assignment]
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         values: list[Any] = []
         for entry in inputs:

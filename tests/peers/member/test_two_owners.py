@@ -56,11 +56,17 @@ async def test_of_two_owners_with_one_count_the_greater_is_followed_whoever_came
     second = "b" if first == "a" else "a"
     answers = await followed((first, offer((7, 1))), (second, offer((7, 1))), (first, offer((7, 2))))
     if first == "b":
-        assert answers[1] == "epoch 7.1 is over: 7.1 was offered since by b, who owns the run now and goes on with it"
+        assert (
+            answers[1]
+            == "epoch 7.1 is over: 7.1 was offered since by b, who owns the run now: it goes on there, or has ended there"
+        )
         assert (answers[0], answers[2]) == ("", "")
     else:
         assert answers[:2] == ["", ""]
-        assert answers[2] == "epoch 7.2 is over: 7.1 was offered since by b, who owns the run now and goes on with it"
+        assert (
+            answers[2]
+            == "epoch 7.2 is over: 7.1 was offered since by b, who owns the run now: it goes on there, or has ended there"
+        )
 
 
 @virtual_time
@@ -69,7 +75,10 @@ async def test_a_later_incarnation_is_followed_whoever_it_is_and_other_runs_do_n
         ("z", offer((7, 9))), ("a", offer((8, 1))), ("z", offer((7, 10))), ("z", offer((1, 1), "x"))
     )
     assert (answers[0], answers[1], answers[3]) == ("", "", "")
-    assert answers[2] == "epoch 7.10 is over: 8.1 was offered since by a, who owns the run now and goes on with it"
+    assert (
+        answers[2]
+        == "epoch 7.10 is over: 8.1 was offered since by a, who owns the run now: it goes on there, or has ended there"
+    )
 
 
 @virtual_time

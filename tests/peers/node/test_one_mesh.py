@@ -68,6 +68,27 @@ async def test_an_evaluation_of_another_job_while_one_trains_is_captured_beside_
         assert not mesh.result.changes, "no member was lost"
 
 
+async def test_captures_in_another_thread_change_no_bit_of_a_run() -> None:
+    """torch.export turns oneDNN off for the whole process, and counters of operations hang hooks into all modules."""
+    job, over = job_of(0, 30), threading.Event()
+
+    def go_on() -> None:
+        while not over.is_set():
+            meshcee.capture(job_of(1, 3))
+
+    thread = threading.Thread(target=go_on)
+    async with meshcee.join(local=2) as mesh:
+        losses = []
+        async for report in mesh.train(job, stages=2):
+            losses.append(report.loss)
+            if report.step == 2:
+                thread.start()
+        over.set()
+        await asyncio.to_thread(thread.join)
+        assert losses == plain(job).losses
+        assert not mesh.result.changes
+
+
 def test_what_a_capture_replaces_other_threads_do_not_see() -> None:
     seen: list[str] = []
 
@@ -88,3 +109,16 @@ def test_what_a_capture_replaces_other_threads_do_not_see() -> None:
         return [*seen, Owner().word()]
 
     assert story() == ["replaced", "as ever", "as ever"]
+
+
+async def test_a_job_whose_loop_was_left_ends_with_the_mesh() -> None:
+    """Its generator is in a variable, so Python does not close it; `join` waited without end."""
+    reports = None
+    async with asyncio.timeout(60), meshcee.join(local=1) as mesh:
+        reports = mesh.train(job_of(0, 200))
+        async for report in reports:
+            if report.step == 1:
+                break
+        with pytest.raises(UsageError, match="aclose"):
+            await losses_of(mesh, job_of(1, 2))
+    assert reports is not None

@@ -29,9 +29,11 @@ from meshcee.sampling.fed import FORGOTTEN, LOOK_FOR_ROOM, REFUSED, Fed
 from meshcee.sampling.order import draw
 from peers.node.early import JoinOptions
 from peers.node.in_process import join
+from peers.owner import feed
 from peers.owner.epoch import Report
 from peers.owner.feed import Feed
 from peers.owner.result import Result
+from peers.planning import job_costs
 from peers.planning.asking import question
 from peers.planning.job_costs import SAMPLES
 from tests.peers.member.test_training import make_job
@@ -146,6 +148,15 @@ async def test_data_that_is_never_the_same_is_fed_again_as_it_was(tmp_path: Path
     assert_is(result, job_of(data=as_fed(home.run("last").folder / FED)))
 
 
+async def test_samples_are_not_looked_at_again_behind_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of the epoch that has ended may be under way, and what is put back behind a look would lose what that read counts."""
+    looks, honest = list[int](), feed.probes
+    monkeypatch.setattr(feed, "probes", lambda job, count: looks.append(count) or honest(job, count))
+    monkeypatch.setattr(job_costs, "probes", lambda job, count: looks.append(count) or honest(job, count))
+    await struck(job_of(checkpoint_every=STEPS, data=Unseeded()), Home(tmp_path))
+    assert looks == [SAMPLES, 1], "once for all devices, and once for the structure of what is kept"
+
+
 async def test_a_run_whose_owner_died_goes_on_with_what_it_had_fed(tmp_path: Path) -> None:
     home, job = Home(tmp_path), job_of(checkpoint_every=3, data=Unseeded())
 
@@ -196,11 +207,11 @@ def test_members_of_a_group_are_fed_rows_of_what_is_kept(tmp_path: Path) -> None
     spec = next(feeds[0].rounds())
     assert next(feeds[1].rounds()) == spec  # its weights are those of the same samples
     x, y = feeds[0].samples(spec, 1)
-    for feed in feeds:
-        part_x, part_y = feed.samples(spec, 1, (2, 5))
+    for one in feeds:
+        part_x, part_y = one.samples(spec, 1, (2, 5))
         assert torch.equal(part_x, x[2:5])
         assert torch.equal(part_y, y[2:5])
-        assert feed.row_shares(spec, 1, [(0, 2), (2, 6)]) == [
+        assert one.row_shares(spec, 1, [(0, 2), (2, 6)]) == [
             weight(part) / (weight(y[:2]) + weight(y[2:])) for part in (y[:2], y[2:])
         ]
 

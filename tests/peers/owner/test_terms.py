@@ -157,7 +157,8 @@ async def test_a_run_that_loses_a_peer_and_goes_on_tells_of_every_step_once(tmp_
         (lambda o, y: {"loss": o.sum(), 3: o.sum()}, "a term named 3"),
         (lambda o, y: {"loss": o.sum()} | {f"t{k}": o.sum() for k in range(65)}, "65 terms.*64"),
         (lambda o, y: {"ce": o.sum(), "kl": o.mean()}, "a dict of 'ce', 'kl'.*\"kl\": kl"),
-        (lambda o, y: {"loss": o, "kl": o.mean()}, "scalar"),
+        (lambda o, y: {"loss": o, "kl": o.mean()}, "one number"),
+        (lambda o, y: {"loss": o.sum(), "k": o.sum() * 1j}, "a complex number as 'k'"),
     ],
 )
 def test_what_is_no_term_is_refused(told: Callable[..., Any], words: str) -> None:
