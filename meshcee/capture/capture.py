@@ -211,10 +211,10 @@ class _WithLoss(nn.Module):
         with (
             keeping(self, self.rebound),
             sizes_that_vary(),
-            told,
-            masks,
             asked,
             lists,
+            told,  # the first to hear of a call, as it looks who calls
+            masks,
             _as_in_eager(),
             self._job.autocast(),
         ):
