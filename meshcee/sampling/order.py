@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from meshcee.errors import UsageError
+from meshcee.errors import NotNowError, UsageError
 from meshcee.files.layout import copied
 from meshcee.user_code import calling
 
@@ -48,6 +48,9 @@ NO_STEP = -1  # of reads that belong to no step of training: evaluation, and loo
 GENERATORS = threading.RLock()
 
 
+LONGEST_CALL_S = 600.0  # that an export waits for a device
+
+
 class _Kernels:
     """Which kernels torch takes in this process: torch.export changes that for all threads, and others round otherwise.
 
@@ -56,7 +59,7 @@ class _Kernels:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._computing, self._exporting = 0, 0
+        self._computing, self._exporting = set[int](), 0  # the first by thread
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -77,11 +80,16 @@ class _Kernels:
 
     @contextmanager
     def changed(self) -> Iterator[None]:
-        """An export, once no device computes; one that would begin waits."""
+        """An export, once no device computes; one that would begin waits. NotNowError where that lasts too long."""
         with self._changed:
             self._exporting += 1
-            self._changed.wait_for(lambda: not self._computing)
         try:
+            with self._changed:
+                if not self._changed.wait_for(lambda: not self._computing, LONGEST_CALL_S):
+                    raise NotNowError(
+                        f"a device of this process has computed for {LONGEST_CALL_S:.0f} s without an end, and a capture beside it "
+                        "would change its kernels: capture in another process, or once it is done"
+                    )
             yield
         finally:
             with self._changed:
@@ -91,11 +99,15 @@ class _Kernels:
     def _begin(self) -> None:
         with self._changed:
             self._changed.wait_for(lambda: not self._exporting)
-            self._computing += 1
+            self._computing.add(threading.get_ident())
 
     def _end(self) -> None:
+        self.let_go(threading.get_ident())
+
+    def let_go(self, thread: int) -> None:
+        """What this thread still computes counts no more."""
         with self._changed:
-            self._computing -= 1
+            self._computing.discard(thread)
             self._changed.notify_all()
 
 

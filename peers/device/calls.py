@@ -17,6 +17,7 @@ import structlog
 import torch
 
 from meshcee.errors import MeshceeError, PeerLostError, PlanError
+from meshcee.sampling import KERNELS
 
 __all__ = ["Calls"]
 
@@ -95,7 +96,10 @@ class Calls:
     def let_go(self) -> None:
         """The work is over that was done here: nobody waits for a call that is still under way."""
         now_s = asyncio.get_running_loop().time()
-        self._left = {call: self._left.get(call, now_s) for call in list(self._under_way.values())}
+        under_way = dict(self._under_way)
+        self._left = {call: self._left.get(call, now_s) for call in under_way.values()}
+        for thread in under_way:
+            KERNELS.let_go(thread)
 
     async def free(self, hung_s: float) -> None:
         """Until each call that was let go has come back. Where one is `hung_s` late, or the device is broken: PeerLostError if it

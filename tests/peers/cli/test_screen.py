@@ -79,6 +79,7 @@ def test_names_and_limits_of_others_pass_through_the_views_of_a_run(kind: type[L
         eta_s=1.0,
         limit=f"link to {name}",
         metrics={name: 1.0},
+        terms={name: 0.5},
     )
     with kind(shown) as view:
         view.plan(best, dict.fromkeys(best.peers, name))

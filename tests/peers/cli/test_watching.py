@@ -121,7 +121,7 @@ async def test_an_error_names_peers() -> None:
 def reports(count: int) -> list[Any]:
     figures = {"loss": 2.5, "samples_per_s": 10.0, "eta_s": 61.0, "limit": "compute of anna", "metrics": {}}
     return [
-        SimpleNamespace(step=step, steps=count, tokens_per_s=512.4 if step else None, **figures)
+        SimpleNamespace(step=step, steps=count, tokens_per_s=512.4 if step else None, terms={}, **figures)
         for step in range(count)
     ]
 

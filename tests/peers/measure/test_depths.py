@@ -26,6 +26,7 @@ from meshcee.job import Job
 from meshcee.optim import Optimizer
 from meshcee.plan import Plan
 from peers.owner.answers import Answers
+from peers.owner.feed import Portion
 from peers.transport.base import Frame
 from peers.transport.memory import Impairment, MemoryNetwork
 from peers.wire.messages import Round
@@ -160,9 +161,12 @@ def answers_of(links: dict[str, Any], peers: int = 2, **more: Any) -> tuple[Answ
 
 
 def test_a_steps_loss_is_added_as_the_plain_loop_does() -> None:
-    answers = Answers(Round(0, 0, (1.0, 1.0, 1.0)), 1, ())
+    weights = (1.0, 1.0, 1.0)
+    answers = Answers(Round(0, 0, weights), 1, [Portion(Round(0, 0, weights), (weights,))])
     answers.losses |= {(0, 0): [1e16], (1, 0): [1.0], (2, 0): [-1e16]}
     assert answers.sums() == [1e16 + 1.0 - 1e16] == [0.0], "sum() gives 1.0 from Python 3.12 on"
+    answers.losses = {where: [1.0, of] for where, [of] in answers.losses.items()}
+    assert answers.sums() == [3.0, 0.0], "and so are terms"
 
 
 def test_a_step_tells_of_its_links_and_who_is_held_up_by_which() -> None:
