@@ -193,9 +193,8 @@ class _WithLoss(nn.Module):
         self._places = {id(own := original_of(tensor)): (own, name) for name, tensor in entries(model)}
         self._real = {} if job.weights else dict(model.named_buffers())
         self.rebound: tuple[str, ...] = ()  # buffers that forward assigns
-        self.seen = types.SimpleNamespace(
-            form=None, terms=()
-        )  # an object: torch.export puts attributes back as they were
+        # An object: torch.export puts attributes back as they were.
+        self.seen = types.SimpleNamespace(form=None, terms=())
 
     def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, y = self._example

@@ -524,7 +524,7 @@ class Training:
         self._incarnation = self._incarnation or self._folder.incarnation()
         epoch = Epoch(self._incarnation, number)
         start = self.base.next_step if self.base is not None else 0
-        failed = [*self._course.missing.failed] if self._course is not None else []
+        failed = [*going.missing.failed]
         resumed = self._wanted.resume is not None
         entry = Entry(
             self._job, captured, plan, names, self._key, epoch[0], start, self._numbers, self._samples, failed, resumed
