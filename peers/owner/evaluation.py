@@ -192,7 +192,8 @@ class Predictions:
         assert captured.evaluate is not None
         program = captured.evaluate
         values = map(program.value, program.outputs[1:])
-        self._has_rows = [value.shape[:1] == (Batch(1),) for value in values]  # others, as a loss, are left out
+        rows = program.samples or Batch(1)
+        self._has_rows = [value.shape[:1] == (rows,) for value in values]  # others, as a loss, are left out
         if not any(self._has_rows):
             raise UsageError("the model's output has no first dimension of samples; return one row for each")
         self._captured = captured

@@ -64,7 +64,7 @@ def costs_of(job: Job, captured: Capture, plans: bool = True) -> JobCosts:
         alike=like,
         tied=tied(program),
         codec=job.codec,
-        groups=job.groups,
+        groups=job.groups and not program.samples,
         pipelines=not job.audit and not why_one_pipeline(program),
         statistics=bool(program.slice(0, program.num_blocks).mutated),
         direct_sums=job.direct_sums,
@@ -126,7 +126,7 @@ def _feeds(captured: Capture) -> tuple[tuple[int, tuple[int, ...]], ...]:
     for block in range(captured.train.num_blocks):
         for value in captured.train.slice(block, block + 1).raw_inputs:
             readers.setdefault(value.name, []).append(block)
-            sizes[value.name] = value.nbytes(1)
+            sizes[value.name] = value.nbytes(1) // (captured.train.samples or 1)
     return tuple((sizes[name], tuple(blocks)) for name, blocks in readers.items())
 
 

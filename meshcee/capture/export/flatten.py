@@ -94,14 +94,17 @@ def export_module(
     most: int = EXAMPLES,
     *,
     evaluates: bool = False,
+    fixed: bool = False,
 ) -> Exported:
     """Export `module(*arguments)`; `name_of` maps a parameter's or buffer's path to its one original name.
 
     `varying` are the dimensions of arguments whose size changes between micro-batches, besides the first. A micro-batch has
-    at most `most` samples: code that takes another way for more is no obstacle. `evaluates`: no gradient is wanted.
+    at most `most` samples: code that takes another way for more is no obstacle. `evaluates`: no gradient is wanted. `fixed`: the
+    graph is for as many samples as `arguments` have.
     """
     batch = torch.export.Dim("batch", min=1, max=max(most, EXAMPLES))
-    shapes = tuple({0: batch, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
+    first = {} if fixed else {0: batch}
+    shapes = tuple({**first, **{d: torch.export.Dim.DYNAMIC for n, d in varying if n == name}} for name in arguments)
     try:
         with quiet(), flat(), one_order(most), traced_functions(backward=not evaluates), Watched() as watched:
             given = tuple(tensor.detach() for tensor in arguments.values())  # labels in x and in y would be one input

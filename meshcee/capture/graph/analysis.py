@@ -18,12 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshcee.capture.graph.program import VIEWS, Input, Node, Ref, Value, is_random
+from meshcee.capture.graph.program import VIEWS, Input, Node, Ref, Value, is_random, samples_of
 
 __all__ = ["PACKED", "SMALL_BUFFER_BYTES", "Analysis", "analyse", "find_recomputed", "quiet", "resolve", "unfolded"]
 
 PACKED = (torch.uint8, torch.int8, torch.int32)
-_HINT = 2  # samples in the fake pass; figures are divided by it
+_HINT = 2  # samples in the fake pass, of a graph for any number; figures are divided by it
 SMALL_BUFFER_BYTES = 4 << 20  # unmutated buffers up to this size may be used by any stage that recomputes from them
 
 
@@ -110,6 +110,7 @@ def _fake_pass(
     seen: set[int] = set()
     kept: list[torch.Tensor] = []  # keeps storages alive, so that their addresses stay unique
     remade = unfolded(enumerate(inputs), enumerate(nodes, len(inputs)))
+    samples = samples_of(inputs) or _HINT
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -124,7 +125,7 @@ def _fake_pass(
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         values: list[Any] = []
         for entry in inputs:
-            fake = entry.laid_out(torch.empty(entry.value.sizes(_HINT, usual=True), dtype=entry.value.dtype))
+            fake = entry.laid_out(torch.empty(entry.value.sizes(samples, usual=True), dtype=entry.value.dtype))
             if entry.kind != "raw":  # weights are there anyway, activations are not
                 seen.add(fake.untyped_storage()._cdata)
             if entry.kind == "constant":
@@ -146,8 +147,8 @@ def _fake_pass(
                 values.append(out)
                 counted = counter.get_total_flops() - before
                 elementwise = 0 if node.operator.aliases else sum(t.numel() for t in tensors)
-                flops.append(max(counted, elementwise) / _HINT)
-                saved.append(now[0] / _HINT)
+                flops.append(max(counted, elementwise) / samples)
+                saved.append(now[0] / samples)
         # Asked at the end: a later write through a view gives the base a gradient, and every other view of it.
         requires = [any(t.requires_grad for t in _tensors(value)) for value in values]
         memory = [frozenset(t.untyped_storage()._cdata for t in _tensors(value)) for value in values]
@@ -262,7 +263,7 @@ def find_recomputed(inputs: Sequence[Input], nodes: Sequence[Node], analysis: An
     operators make of raw inputs, where those are no larger than the result (attention masks, shifted labels). The owner
     then sends the raw input to the stages that need the value.
     """
-    base = len(inputs)
+    base, count = len(inputs), samples_of(inputs) or 1
     # Value number -> raw inputs that it is computed from; values that cannot be redone are absent.
     sources: dict[int, frozenset[int]] = {}
     for i, entry in enumerate(inputs):
@@ -286,7 +287,8 @@ def find_recomputed(inputs: Sequence[Input], nodes: Sequence[Node], analysis: An
         node = nodes[number - base]
         raw_bytes = sum(inputs[i].value.nbytes(1, usual=True) for i in sources[number])
         worth = not raw_bytes or (
-            0 < raw_bytes <= node.value.nbytes(1, usual=True) and analysis.flops[number - base] <= _elements(node.value)
+            0 < raw_bytes <= node.value.nbytes(1, usual=True)
+            and count * analysis.flops[number - base] <= _elements(node.value)
         )
         if worth or number in found:
             found.add(number)

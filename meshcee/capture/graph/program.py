@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,20 @@ from meshcee.capture.graph.strides import contiguous
 from meshcee.errors import GraphError, PlanError
 from meshcee.files.layout import laid_out, placed
 
-__all__ = ["VIEWS", "Batch", "Dim", "Free", "Input", "Node", "Program", "Ref", "StageSpec", "Value", "slice_program"]
+__all__ = [
+    "VIEWS",
+    "Batch",
+    "Dim",
+    "Free",
+    "Input",
+    "Node",
+    "Program",
+    "Ref",
+    "StageSpec",
+    "Value",
+    "samples_of",
+    "slice_program",
+]
 
 
 VIEWS = ("getitem", "aten.einsum.default", "aten.broadcast_tensors.default")  # whose schemas do not say so
@@ -161,6 +174,12 @@ class Input:
         return placed(tensor, self.strides or contiguous(tensor.shape), self.offset, copy=copy)
 
 
+def samples_of(inputs: Iterable[Input]) -> int:
+    """`Program.samples`, from its inputs: a size of samples is a number in a graph for one number alone."""
+    sizes = (entry.value.shape[0] for entry in inputs if entry.kind == "raw" and entry.value.shape)
+    return next((size for size in sizes if isinstance(size, int)), 0)
+
+
 @dataclass(frozen=True)
 class Node:
     """One operator call. Arguments hold Refs, numbers, strings of enumerations, dtypes, and lists of those."""
@@ -249,6 +268,11 @@ class Program:
     @property
     def uses_random(self) -> bool:
         return any(is_random(node) for node in self.nodes)
+
+    @property
+    def samples(self) -> int:
+        """The one number of samples that the graph is for; 0 where it is for any."""
+        return samples_of(self.inputs)
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
         """The outputs for these inputs, where they are: of the backward pass of a function, in which nothing is recorded."""
