@@ -98,10 +98,10 @@ class Capture:
         """Which of these raw inputs of a micro-batch the graph does not hold for, and what to do."""
         chosen = forward_only and self.evaluate is not None
         program = self.programs[chosen]
-        if program.samples and (given := {tensor.shape[0] for tensor in inputs.values()} - {program.samples}):
+        if program.samples and (counts := {tensor.shape[0] for tensor in inputs.values()} - {program.samples}):
             return (
-                f"a micro-batch has {min(given)} samples, and the model, or its loss, is of {program.samples} alone, as Job.micro_batch_size "
-                f"says: give a multiple of {program.samples} samples, or write it alike for any number"
+                f"a micro-batch has {min(counts)} samples, and the model, or its loss, holds for {program.samples} alone, as micro_batch_size "
+                f"says: give a multiple of {program.samples}, or write it alike for any number"
             )
         if said := next(filter(None, (branch.misfit(inputs) for branch in self.branches[chosen])), None):
             return said
@@ -249,8 +249,8 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
     evaluation = programs.evaluation(training) if evaluates else None
     if evaluation is not None and (count := evaluation.program.samples) and (rest := len(job.eval_data or ()) % count):
         raise UsageError(
-            f"the model in eval mode, or its loss, holds for micro-batches of {count} samples alone, and eval_data has {rest} more than "
-            "a multiple of them: leave these out, or write it alike for any number"
+            f"the model in eval mode, or its loss, holds for micro-batches of {count} samples alone, and eval_data has {rest} more "
+            "than a multiple of them: leave these out, or write it alike for any number"
         )
     program, analysis = training.program, training.analysis
     refuse_told_beside(job, samples[-1], _PROBED, training.changed)

@@ -53,7 +53,7 @@ def captured(job: Job, seed: int | None = None) -> Capture:
     before = _places(job.model)
     bits = copy.deepcopy(job.model.state_dict())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("meshcee.capture.capture"), "find_cuts", chosen)
+        patch.setattr(importlib.import_module("meshcee.capture.programs"), "find_cuts", chosen)
         found = capture(job)
     assert _places(job.model) == before  # the user's model is left as it was
     assert all(torch.equal(tensor, bits[name]) for name, tensor in job.model.state_dict().items())

@@ -22,7 +22,7 @@ from tests.capture.exactness import WIDTH, difference, job_of
 from tests.mutation import breaks, changed
 from tests.peers.member.test_training import make_job
 
-capturing: Any = sys.modules["meshcee.capture.capture"]  # the name is that of the function
+capturing: Any = sys.modules["meshcee.capture.programs"]  # the name is that of the function
 cuda: Any = torch.backends.cuda
 matmul: Any = torch.backends.mkldnn.matmul
 SETTINGS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {

@@ -29,7 +29,7 @@ from meshcee.stage.chain import split_blocks
 from peers.cli.session import load_job
 from tests.rig.resident import growth
 
-CAPTURE = importlib.import_module("meshcee.capture.capture")  # the module, not the function of that name
+PROGRAMS = importlib.import_module("meshcee.capture.programs")  # the module, not the function of that name
 
 MODEL = """
 import random, time
@@ -178,7 +178,7 @@ def test_a_run_is_refused_before_its_first_step_unless_it_is_told_not_to_look(
 ) -> None:
     job, line = job_of(tmp_path, *CASES["one sample"])
     told: list[Any] = []
-    monkeypatch.setattr(CAPTURE, "_watched", unwatched)
+    monkeypatch.setattr(PROGRAMS, "watched", unwatched)
     with pytest.raises(UnequalError, match=f"job.py:{line} .*verify=False"):
         meshcee.train(job, local=2, on_report=told.append)
     assert told == []

@@ -54,7 +54,7 @@ def finely(job: Job) -> Capture:
         return [p for p in range(1, len(nodes)) if live[p] is not None]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.import_module("meshcee.capture.capture"), "find_cuts", everywhere)
+        patch.setattr(importlib.import_module("meshcee.capture.programs"), "find_cuts", everywhere)
         return capture(job)
 
 

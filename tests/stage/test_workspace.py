@@ -99,7 +99,7 @@ def test_no_cut_parts_the_pieces_of_a_weight(monkeypatch: pytest.MonkeyPatch) ->
         return max(len({n.block for n in program.nodes if number in n.refs}) for number in codes)
 
     monkeypatch.setattr(quantized, "PIECE", WIDTH * WIDTH // 4)
-    monkeypatch.setattr(importlib.import_module("meshcee.capture.capture"), "find_cuts", everywhere)
+    monkeypatch.setattr(importlib.import_module("meshcee.capture.programs"), "find_cuts", everywhere)
     assert readers(capture(deep(WIDTH))) > 1  # of small ones nobody minds
     monkeypatch.setattr(importlib.import_module("meshcee.capture.export.cuts"), "SMALL_BUFFER_BYTES", 0)
     assert readers(capture(deep(WIDTH))) == 1
