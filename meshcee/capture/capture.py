@@ -100,8 +100,8 @@ class Capture:
         program = self.programs[chosen]
         if program.samples and (counts := {tensor.shape[0] for tensor in inputs.values()} - {program.samples}):
             return (
-                f"a micro-batch has {min(counts)} samples, and the model, or its loss, holds for {program.samples} alone, as micro_batch_size "
-                f"says: give a multiple of {program.samples}, or write it alike for any number"
+                f"a micro-batch of {min(counts)}, and the model, or its loss, holds for {program.samples} samples alone: give a "
+                f"multiple of {program.samples}, the job's micro_batch_size, or write it alike for any number"
             )
         if said := next(filter(None, (branch.misfit(inputs) for branch in self.branches[chosen])), None):
             return said

@@ -105,8 +105,13 @@ def refuse_failing(model: nn.Module, job: Job, sample: Any) -> None:
         own = own_sizes(job)[0]
         try:
             _eagerly(model, job, data_rules.batched([sample] * own, job.seed, collate=job.collate))
-        except UsageError:
-            raise error from error.__cause__
+        except UsageError as other:
+            if str(other) == str(error):
+                raise error from error.__cause__
+            raise UsageError(
+                f"{other}: so it is with micro-batches of {own} samples; if it is written for another number, say this as "
+                "micro_batch_size in the job"
+            ) from other.__cause__
         raise CaptureError(
             f"{error}: so it is with {EXAMPLES} samples, as a model is tried, and with {own} it works; a graph is for any number "
             "of samples, so take sizes from x.shape[0]"
