@@ -226,11 +226,11 @@ REFUSED = {
         chunks,
         rf"{HERE} .*a part of the number of samples; take the parts as z\[:n\] and z\[n:\]",
     ),
-    "two halves by split": (splits, rf"{HERE} .*a part of the number of samples; .*torch\.split\(z, \[n, n\]\)$"),
+    "two halves by split": (splits, rf"{HERE} .*a part of the number of samples; .*torch\.split\(z, \[n, n\]\); or say"),
     "a state that wants a gradient": (begins, rf"requires_grad is set in forward at .*{HERE} `first.*; leave it out$"),
     "an index counted from the number of samples": (
         writes_last_but_one,
-        rf"at .*{HERE} .*: an index is counted from the number of samples; count from the end, as w\[-2, 0\]$",
+        rf"at .*{HERE} .*: an index is counted from the number of samples; count from the end, as w\[-2, 0\]; or say",
     ),
     "a step of the number of samples": (
         steps_by_rows,
@@ -406,7 +406,7 @@ def test_what_cannot_be_captured_says_what_where_and_what_to_do(name: str, capfd
 def test_a_part_of_few_samples_is_told_alike() -> None:
     """With so few that export has nothing to guard against."""
     with pytest.raises(CaptureError, match=rf"{HERE} .*no multiple of the batch size; keep all samples and weigh them"):
-        capture(dataclasses.replace(job_of(Calls(takes_the_largest)), micro_batch_size=2))
+        capture(dataclasses.replace(job_of(Calls(takes_the_largest)), batch_size=2))
 
 
 def test_hooks_that_are_there_before_are_refused() -> None:

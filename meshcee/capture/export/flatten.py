@@ -426,7 +426,10 @@ class _Flattener:
         if isinstance(dim, int):
             return dim
         expression = dim.node.expr
-        for each, batch in (((expression / self.batch_symbol).expand(), True), (expression, False)):
+        ways = [(expression, False)]
+        if self.batch_symbol is not None:
+            ways.insert(0, ((expression / self.batch_symbol).expand(), True))
+        for each, batch in ways:
             if batch and each.is_Integer:
                 return Batch(int(each))
             if self.batch_symbol not in each.free_symbols and each.free_symbols <= self.sizes.hints.keys():
