@@ -161,7 +161,7 @@ class Job:
     workers    processes of the owner that read samples of training ahead, by spawn: classes of `data` are at the top of a file;
                0 reads in the owner's own process
     batch_size samples per optimizer step; steps: how many
-    micro_batch_size  samples per micro-batch; None lets the first plan choose
+    micro_batch_size  samples per micro-batch; None lets the first plan choose, for models that hold for any number of samples
     clip_norm  global gradient norm, as torch.nn.utils.clip_grad_norm_
     weight     target -> number: the weight of a micro-batch in the step's loss (for ignored tokens); default its size.
                Not beside reduction="sum", where each counts as it is
