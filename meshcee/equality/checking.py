@@ -71,10 +71,10 @@ def check(
     steps = min(STEPS if steps is None else steps, job.steps)
     if steps < 1 or not stages or min(stages) < 1:
         raise UsageError("check at least one step, on at least one stage")
-    job = replace(job, micro_batch_size=job.micro_batch_size or job.batch_size)
     if (why := unrepeatable(job)) is not None:
         return Checked((), [], why, "data")
     captured = captured or capture(job)
+    job = replace(job, micro_batch_size=job.micro_batch_size or job.batch_size)
     say(f"captured {job.name}: {len(captured.costs)} blocks in {captured.took_s:.1f} s")
     most = captured.train.num_blocks
     counts = tuple(sorted({min(n, most) for n in (1, *stages)}))  # one stage tells the capture from the cut

@@ -200,7 +200,7 @@ def test_a_micro_batch_that_takes_another_way_than_all_that_were_seen_is_refused
 def test_a_branch_on_the_number_of_samples_names_its_line() -> None:
     job = job_of(Tags(lambda h: h * 2 if len(h) == 4 else h), data=[(torch.zeros(5).long(), torch.zeros(5, 4))] * 8)
     with pytest.raises(CaptureError, match=rf"at .*{HERE} .*a branch asks for the number of samples; write it alike"):
-        capture(dataclasses.replace(job, micro_batch_size=4))
+        capture(dataclasses.replace(job, batch_size=4, micro_batch_size=None))
 
 
 class Biased(nn.Module):

@@ -226,7 +226,10 @@ REFUSED = {
         chunks,
         rf"{HERE} .*a part of the number of samples; take the parts as z\[:n\] and z\[n:\]",
     ),
-    "two halves by split": (splits, rf"{HERE} .*a part of the number of samples; .*torch\.split\(z, \[n, n\]\); or say"),
+    "two halves by split": (
+        splits,
+        rf"{HERE} .*a part of the number of samples; .*torch\.split\(z, \[n, n\]\); or say",
+    ),
     "a state that wants a gradient": (begins, rf"requires_grad is set in forward at .*{HERE} `first.*; leave it out$"),
     "an index counted from the number of samples": (
         writes_last_but_one,

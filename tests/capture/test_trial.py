@@ -41,7 +41,7 @@ class FourAtOnce(nn.Module):
 
 
 def test_a_model_that_takes_one_number_of_samples_is_told_that_others_are_tried() -> None:
-    job = dataclasses.replace(job_of(FourAtOnce()), batch_size=8, micro_batch_size=4)
+    job = dataclasses.replace(job_of(FourAtOnce()), batch_size=4)
     with pytest.raises(
         CaptureError, match=rf"{HERE}.*: so it is with 3 samples, .*and with 4 it works; .*x\.shape\[0\]"
     ):

@@ -417,7 +417,8 @@ class Branches(nn.Module):
 
 def test_a_branch_on_the_number_of_samples() -> None:
     with pytest.raises(CaptureError, match=rf"micro-batches of 1 samples, forward does something else .*at .*{HERE}; "):
-        capture(job_of(Branches(), micro_batch_size=1))
+        capture(job_of(Branches(), batch_size=1, micro_batch_size=None))
+    assert capture(job_of(Branches(), micro_batch_size=1)).train.samples == 1
     assert capture(job_of(Branches(), micro_batch_size=2)).train.nodes
 
 

@@ -24,7 +24,7 @@ from meshcee.job import Job
 from meshcee.stage.chain import Chain
 from peers.cli.main import main
 from peers.cli.session import load_job
-from tests.equality.test_net import PROGRAMS, CASES, EQUAL, job_of, unwatched
+from tests.equality.test_net import CASES, EQUAL, PROGRAMS, job_of, unwatched
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,10 +140,10 @@ def test_the_command_says_equal_or_the_line(
     job_of(tmp_path, *EQUAL["plain"])
     assert run(str(tmp_path / "job.py"), "--stages", "2", "--steps", "1") == 0
     assert "equal, bit for bit: 1 steps on 1, 2 stages" in capsys.readouterr().out
-    _, line = job_of(tmp_path, *CASES["one sample"])
+    _, line = job_of(tmp_path, *CASES["clock"])
     assert run(str(tmp_path / "job.py"), "--json") == 4  # capture knows
     assert f"job.py:{line} " in capsys.readouterr().err
-    monkeypatch.setattr(PROGRAMS, "_watched", unwatched)
+    monkeypatch.setattr(PROGRAMS, "watched", unwatched)
     assert run(str(tmp_path / "job.py"), "--json") == 10  # the net would have
     assert f"job.py:{line} " in capsys.readouterr().err
     assert run(str(tmp_path / "job.py"), "--stages", "two") == 2

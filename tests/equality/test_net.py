@@ -161,8 +161,9 @@ def cut(found: Any, stages: int = 3) -> tuple[tuple[int, int], ...]:
 @pytest.mark.parametrize("name", CASES)
 def test_what_the_graph_does_not_hold_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
     job, line = job_of(tmp_path, *CASES[name])
+    size = CASES[name][3]
     with pytest.raises(CaptureError) as refused:
-        captured_and_examined(job, CASES[name][3])
+        captured_and_examined(replace(job, batch_size=size, micro_batch_size=None), size)
     assert re.search(rf"job\.py:{line}\b", str(refused.value))
 
 
