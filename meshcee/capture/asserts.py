@@ -14,11 +14,12 @@ import contextlib
 import dis
 import functools
 import linecache
+import math
 import re
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -30,7 +31,7 @@ from meshcee.user_code import is_ours
 
 __all__ = ["Asserts", "side"]
 
-_CAPTURE, _FUNCTIONS = (str(Path(__file__).parent / file) for file in ("capture.py", "export/functions.py"))
+_CAPTURE, _FUNCTIONS = (str(Path(__file__).parent / file) for file in ("with_loss.py", "export/functions.py"))
 _LEAVES = (ast.Return, ast.Break, ast.Continue)
 _CAUGHT = re.compile(r"(StopIteration|IndexError|KeyError|AttributeError|GeneratorExit)\b")  # by Python itself
 _KNOWN = re.compile(r"(torch|contextlib\.nullcontext|nullcontext|no_grad|enable_grad|autocast)\b")  # handle nothing
@@ -94,7 +95,13 @@ class Asserts:
             asked = isinstance(given[0], FakeTensor) and _is_compared(caller())
             return torch.isclose(*given, **options).all() if asked else _CLOSE(*given, **options)
 
+        def on_tensors(name: str) -> Callable[[Any], Any]:
+            of_numbers, of_tensors = getattr(math, name), getattr(torch, name)
+            return lambda number: (of_tensors if isinstance(number, FakeTensor) else of_numbers)(number)
+
         with contextlib.ExitStack() as patches:
+            for name in _OF_NUMBERS:
+                patches.enter_context(replaced(math, name, on_tensors(name)))
             for name in _NUMBERS:
                 patches.enter_context(replaced(torch.Tensor, name, _of_known(getattr(torch.Tensor, name))))
             for owner, name, answer in (
@@ -132,6 +139,7 @@ def _placed(index: Any) -> Any:
 
 
 _TAKE = torch.Tensor.__getitem__
+_OF_NUMBERS = ("isnan", "isinf", "isfinite")
 _NUMBERS = ("tolist", "__int__", "__float__", "__index__")
 
 
@@ -168,11 +176,40 @@ def _is_asking(call: ast.AST, want: bool | None) -> bool:
 
 
 def _is_compared(frame: types.FrameType) -> bool:
-    """Whether such a line computes or compares with what this call gives, or asks for its truth, and does nothing else with it."""
+    """Whether such a line computes or compares with what this call gives, or asks for its truth, and does nothing else with it; or
+    whether it has a name that such lines alone read."""
     if (found := _asked(frame)) is None:
-        return False
+        return _is_named(frame)
     statement, place = found
     return any(_Place.of(part) == place for node in (statement, *_expressions(statement)) for part in _parts(node))
+
+
+def _is_named(frame: types.FrameType) -> bool:
+    """Whether this call's number gets a name, and all that reads the name are parts of such lines, or stand behind them."""
+    place, tree = _place(frame), _tree(frame.f_code.co_filename)
+    first = frame.f_code.co_firstlineno
+    functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)) if place and tree else ()
+    own = next((f for f in functions if first in (f.lineno, *(d.lineno for d in f.decorator_list[:1]))), None)
+    for node in ast.walk(own) if own is not None else ():
+        match node:
+            case ast.Assign([ast.Name(name)], value) if _Place.of(value) == place:
+                assert own is not None
+                names = [n for n in ast.walk(own) if isinstance(n, ast.Name) and n.id == name]
+                lines = [n for n in ast.walk(own) if _is_such(n)]
+                compared = {id(p) for line in lines for part in (line, *_expressions(line)) for p in _parts(part)}
+                behind = {id(n) for line in lines for part in _never_run(line) for n in ast.walk(part)}
+                reads = [n for n in names if isinstance(n.ctx, ast.Load)]
+                return len(names) == len(reads) + 1 and all(id(n) in compared | behind for n in reads)
+    return False
+
+
+def _is_such(node: ast.AST) -> TypeGuard[ast.Assert | ast.If]:
+    return isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _raises(node.body))
+
+
+def _never_run(line: ast.Assert | ast.If) -> list[Any]:
+    """What is behind a line that does not raise."""
+    return line.body if isinstance(line, ast.If) else [line.msg] if line.msg is not None else []
 
 
 def _expressions(statement: ast.Assert | ast.If) -> list[ast.expr]:
@@ -189,6 +226,8 @@ def _parts(node: ast.AST) -> list[ast.expr]:
         case ast.BinOp(left, ast.Add() | ast.Sub() | ast.Mult() | ast.Div(), right):  # as exact as Python's
             found = [left, right]
         case ast.UnaryOp(ast.USub(), operand) | ast.Call(ast.Name("abs"), [operand]):
+            found = [operand]
+        case ast.Call(ast.Attribute(ast.Name("math"), name), [operand]) if name in _OF_NUMBERS:
             found = [operand]
         case ast.Assert(test) | ast.If(test):
             found = [test]
@@ -233,13 +272,14 @@ def _asked(frame: types.FrameType) -> tuple[ast.Assert | ast.If, _Place] | None:
     if place is None or tree is None:
         return None
     nodes = ast.walk(tree)
-    lines = (n for n in nodes if isinstance(n, ast.Assert) or (isinstance(n, ast.If) and _raises(n.body)))
-    return next(((line, place) for line in lines if place.is_in(line.test)), None)
+    return next(((line, place) for line in nodes if _is_such(line) and place.is_in(line.test)), None)
 
 
 def _raises(body: list[ast.stmt]) -> bool:
     """Whether these end in a `raise` of what Python itself does not catch, and go nowhere else before."""
     last = body[-1]
+    if isinstance(last, ast.Expr) and ast.unparse(last).startswith("sys.exit("):
+        last = ast.Raise(last.value)
     if not isinstance(last, ast.Raise) or last.exc is None or _CAUGHT.match(ast.unparse(last.exc)):
         return False
     return all(isinstance(one, ast.Expr | ast.Assign) for one in body[:-1])

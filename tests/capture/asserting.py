@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -183,4 +185,30 @@ def goes_on(_: Any, h: torch.Tensor) -> torch.Tensor:
 
 def rounds(_: Any, h: torch.Tensor) -> torch.Tensor:
     assert round(h.max().item()) < 2
+    return h
+
+
+def is_named(_: Any, h: torch.Tensor) -> torch.Tensor:
+    large = (h > 1).sum().item()
+    if large > 0:
+        raise ValueError(f"{large} of {h.numel()} are large")
+    total = h.sum().item()
+    if not math.isfinite(total) or math.isnan(h.mean().item()):
+        print("stopping", total)
+        sys.exit(1)
+    assert total < 1e9, f"{total}"
+    return h
+
+
+def is_used_besides(_: Any, h: torch.Tensor) -> torch.Tensor:
+    large = (h > 0).sum().item()
+    if large > 100:
+        raise ValueError(large)
+    return h * large
+
+
+def is_named_twice(_: Any, h: torch.Tensor) -> torch.Tensor:
+    large = (h > 0).sum().item()
+    large = large + 1
+    assert large < 100
     return h

@@ -25,7 +25,11 @@ from tests.mutation import breaks, changed
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
-    "then", [asserting.is_finite, asserting.in_range, asserting.of_several, asserting.of_sums, asserting.reraises]
+    "then",
+    [
+        *(asserting.is_finite, asserting.in_range, asserting.of_several, asserting.of_sums, asserting.reraises),
+        asserting.is_named,
+    ],
 )
 def test_a_model_that_asserts_trains_as_in_the_plain_loop(then: Then) -> None:
     assert difference(job_of(Asserts(then))) == ""
@@ -47,11 +51,14 @@ def test_a_model_that_asserts_trains_as_in_the_plain_loop(then: Then) -> None:
         asserting.one_is_enough,
         asserting.goes_on,
         asserting.rounds,
+        asserting.is_used_besides,
+        asserting.is_named_twice,
     ],
 )
 def test_a_branch_whose_other_side_may_go_on_is_refused(then: Then) -> None:
     with pytest.raises(
-        CaptureError, match=r"cannot be captured.*(from the values of a tensor|__round__)|aten\.item\.default"
+        CaptureError,
+        match=r"cannot be captured.*(from the values of a tensor|__round__)|a number that is read from a tensor at|aten\.item\.default",
     ):
         capture(job_of(Asserts(then)))
 

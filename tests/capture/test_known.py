@@ -59,7 +59,12 @@ def columns(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output[:, torch.arange(WIDTH) > 2], target[:, None, torch.arange(WIDTH) > 2, ...][:, 0])
 
 
-@pytest.mark.parametrize("loss", [dice, weighted, of_a_global, written, off_diagonal, columns])
+def gaussian(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """It raises where a variance is negative, and clamps them without a gradient."""
+    return nn.GaussianNLLLoss(eps=0.5)(output, target, output.exp())
+
+
+@pytest.mark.parametrize("loss", [dice, weighted, of_a_global, written, off_diagonal, columns, gaussian])
 def test_what_follows_from_fixed_numbers_trains(loss: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(1)
     assert difference(job_of(nn.Linear(WIDTH, WIDTH), loss)) == ""

@@ -200,6 +200,7 @@ class _Flattener:
             from meshcee.capture.export.autocast import with_conversions
 
             with_conversions(graph)
+        _refuse_asserted(graph)
         self._graph(graph)
         output = next(n for n in graph.nodes if n.op == "output")
         kinds = [s.kind.name for s in self.exported.graph_signature.output_specs]
@@ -480,6 +481,21 @@ def _pads(module: Any) -> set[Any]:
         if operator_name(n.target) in ("aten.pad.default", "aten.constant_pad_nd.default")
     ]
     return {_symbol(given.meta.get("val")) for n in padding for given in n.all_input_nodes} - {None}
+
+
+def _refuse_asserted(graph: Any) -> None:
+    """Raise CaptureError where torch asserts something of a number that is read from a tensor: no peer would."""
+    for node in graph.nodes:
+        found, waiting = set(), [node] if node.target is torch.ops.aten._assert_scalar.default else []
+        while waiting:
+            one = waiting.pop()
+            found.add(one)
+            waiting += [before for before in one.all_input_nodes if before not in found]
+            if one.target is torch.ops.aten.item.default:
+                advice = instead(where(one), "write the condition of tensors, as assert not bad.any()")
+                raise CaptureError(
+                    f"a number that is read from a tensor{where(one)} decides whether forward fails; {advice}"
+                )
 
 
 def _needed(graph: Any) -> set[Any]:

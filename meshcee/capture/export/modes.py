@@ -7,11 +7,13 @@ for into graphs of their own, and so loses torch.no_grad() inside of autocast. W
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from meshcee.capture.export.refusals import users_line
 from meshcee.capture.export.settings import caller, replaced
@@ -64,7 +66,16 @@ def one_by_one() -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         for name in (name + end for name in _OF_EACH for end in ("", "_") if hasattr(torch.Tensor, name + end)):
             patches.enter_context(replaced(torch, f"_foreach_{name}", _each(getattr(torch.Tensor, name))))
+        patches.enter_context(replaced(F, "gaussian_nll_loss", _GAUSSIAN))
         yield
+
+
+# It writes under no_grad, which export would not see: torch gives a mode the whole function.
+_GAUSSIAN = types.FunctionType(
+    F.gaussian_nll_loss.__code__,
+    {**vars(F), "has_torch_function_variadic": lambda *tensors: False},
+    argdefs=F.gaussian_nll_loss.__defaults__,
+)
 
 
 _OF_EACH = (

@@ -76,7 +76,7 @@ def _inside(frames: Sequence[traceback.FrameSummary]) -> Sequence[traceback.Fram
 
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 _MODULES = str(Path(nn.__file__).parent)  # torch.nn's own, whose lines say what they do
-_CALLER = str(Path(__file__).parents[1] / "capture.py")
+_CALLER = str(Path(__file__).parents[1] / "with_loss.py")
 
 
 def instead(place: Place, advice: str) -> str:
@@ -401,12 +401,6 @@ _KNOWN = (
         "",
         "a number of a Beta or Dirichlet distribution is drawn{}, for which peers have no operator",
         "draw it in data[i] or Job.collate, as mixup's lambda, and give it with x or y",
-    ),
-    (
-        "gaussian_nll_loss",
-        "",
-        "GaussianNLLLoss{} asserts that no variance is negative, and clamps without a gradient, which a graph does not hold",
-        "write 0.5 * (var.log() + (input - target) ** 2 / var).mean() with var.clamp(min=1e-6)",
     ),
     ("embedding", "sparse", "an nn.Embedding makes sparse gradients{}", "sparse=False trains the same"),
 )
