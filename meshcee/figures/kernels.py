@@ -7,6 +7,7 @@ loop on such a device. One that mixes classes has those of no single machine, an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -15,14 +16,27 @@ from meshcee.figures.profile import DeviceProfile
 from meshcee.figures.versions import Versions
 from meshcee.plan import LeftOut, Plan
 
-__all__ = ["MIXES", "KernelClass", "check_alike", "class_of", "fitting", "remark", "with_classes", "without_threads"]
+__all__ = [
+    "MIXES",
+    "KernelClass",
+    "check_alike",
+    "class_of",
+    "fitting",
+    "remark",
+    "with_classes",
+    "without_settings",
+    "without_threads",
+]
 
+_SETTINGS = re.compile(r"/[0-9a-f]{4}(?=,|$)")  # of a CPU's model
 MIXES = ("none", "devices", "versions")
 
 
 @dataclass(frozen=True)
 class KernelClass:
-    """`model` is a CPU's vendor and instructions, or a GPU's name; `threads` 0 where kernels do not depend on them."""
+    """`model` is a CPU's vendor, instructions and four digits of what its libraries compute, or a GPU's name; `threads` is 0
+    where kernels do not depend on them.
+    """
 
     kind: str
     model: str
@@ -62,6 +76,11 @@ def without_threads(device: DeviceProfile) -> str:
     return str(replace(class_of(device), threads=0))
 
 
+def without_settings(kernels: str) -> str:
+    """A kernel class in words, without the digits of what its libraries compute."""
+    return _SETTINGS.sub("", kernels)
+
+
 def fitting(
     devices: Mapping[str, DeviceProfile],
     mix: str,
@@ -90,7 +109,13 @@ def fitting(
             why = f'it runs {why}; Job(mix="versions") allows it' if why else None
         if why is None and judge and (own := without_threads(device)) != judge:
             why = f"it is a {own}, and the job is audited on a {judge}, which cannot compute its steps again"
-        if why is None and keeps not in ("", device.kind, own := without_threads(device)):
+        own = without_threads(device)
+        if why is None and keeps not in (
+            "",
+            device.kind,
+            own,
+            without_settings(own),
+        ):  # runs of before say no settings
             other = ", or go on with --mix devices" if mix == "none" else ""
             why = f"it is a {own}, and the run has begun on {keeps}, whose bits it must keep: join such a device{other}"
         if why is None:
@@ -148,9 +173,15 @@ def remark(plan: Plan, devices: Mapping[str, DeviceProfile], *, mixed: bool = Fa
         if plan.codecs or plan.shares_samples:
             return f"kernel class: {classes[0]}"
         return f"equals the plain loop with {classes[0].plain_loop()}"
+    alike = len({without_settings(str(of)) for of in classes}) < len(classes)
+    by = (
+        "; behind a slash is what a CPU's libraries compute, by variables as MKL_CBWR and ONEDNN_MAX_CPU_ISA"
+        if alike
+        else ""
+    )
     return (
         f"exact within a kernel class; this plan mixes {_listed([str(of) for of in classes])}, so no single machine's loop has its "
-        'bits: Job(mix="none") keeps to one class'
+        f'bits: Job(mix="none") keeps to one class{by}'
     )
 
 

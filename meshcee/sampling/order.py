@@ -64,11 +64,14 @@ class _Kernels:
     @contextmanager
     def used(self) -> Iterator[None]:
         """A device computes. Who waits for `GENERATORS` in there has `paused`: an export may hold them."""
-        self._begin()
+        within = threading.get_ident() in self._computing
+        if not within:
+            self._begin()
         try:
             yield
         finally:
-            self._end()
+            if not within:
+                self._end()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

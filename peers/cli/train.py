@@ -29,7 +29,7 @@ from peers.cli.session import configure_logging, load_job, run_async, safetensor
 from peers.cli.ui.watching import needs_ui, page_of
 from peers.cli.ui.wishes import mark_stop
 from peers.cli.view import View, naming, view_for
-from peers.device import resolve_device, take_threads
+from peers.device import alters_kernels, capability, resolve_device, take_threads
 from peers.measure import Trace
 from peers.mesh_view import named
 from peers.node import JoinOptions, Mesh, Result, join
@@ -309,6 +309,10 @@ def _bits(job: Job, plan: Plan, mesh: Mesh) -> Iterator[str]:
     devices = {peer: d for peer in plan.peers if peer in known and (d := known[peer].device) is not None}
     if (told := remark(plan, devices, mixed=job.precision == "bf16-mixed")) is not None:
         yield told
+    own, models = capability(), {d.capability for d in devices.values() if d.kind == "cpu"}
+    if own not in models and own.partition(" ")[0] in {model.partition(" ")[0] for model in models}:
+        by = f", perhaps by {', '.join(names)}" if (names := alters_kernels()) else ""
+        yield f"a plain loop in this process has other bits: its kernels are of a cpu {own}{by}"
 
 
 def _memory(job: Job, captured: Capture, plan: Plan, mesh: Mesh) -> Iterator[str]:

@@ -106,6 +106,7 @@ async def measure_device(
     async with quiet() if host else nullcontext():
         speed = await compute.run(_timed_speed, compute.device)
         told = await compute.run(fingerprints, compute.device)
+        of_cpu = await compute.run(capability)  # where it computes
     if compute.pace is not None:
         speed = min(speed, compute.pace.claimed_flops_per_s or compute.pace.speed_flops_per_s)
     return DeviceProfile(
@@ -114,7 +115,7 @@ async def measure_device(
         memory_bytes=memory_bytes if memory_bytes is not None else _device_memory(compute.device),
         speed_flops_per_s=speed,
         threads=torch.get_num_threads(),
-        capability=capability() if compute.device.type == "cpu" else "",
+        capability=of_cpu if compute.device.type == "cpu" else "",
         versions=versions(),
         host=host,
         cores=cores(),

@@ -28,8 +28,21 @@ import torch
 import meshcee
 from meshcee.figures import Versions
 from meshcee.files import limits
+from meshcee.sampling import KERNELS
+from peers.device.kernels import settings
 
-__all__ = ["capability", "cores", "host_id", "lock_file", "locks", "own_python", "quiet", "take_threads", "versions"]
+__all__ = [
+    "alters_kernels",
+    "capability",
+    "cores",
+    "host_id",
+    "lock_file",
+    "locks",
+    "own_python",
+    "quiet",
+    "take_threads",
+    "versions",
+]
 
 log = structlog.get_logger()
 
@@ -75,12 +88,18 @@ def take_threads(wanted: int | None) -> bool:
 
 @functools.cache
 def capability() -> str:
-    """Of the CPU: whose it is, and for which instructions torch and its libraries choose their kernels."""
+    """Of the CPU: whose it is, for which instructions torch chooses its kernels, and what its libraries compute in this process."""
     whose = platform.machine()
     with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         told = next(line.split(":", 1)[1].strip() for line in file if line.startswith("vendor_id"))
         whose = VENDORS.get(told, told)
-    return f"{whose} {torch.backends.cpu.get_cpu_capability()}"[:64]
+    with KERNELS.used():
+        return f"{whose} {torch.backends.cpu.get_cpu_capability()}"[:59] + f"/{settings()}"
+
+
+def alters_kernels() -> list[str]:
+    """Names of this process's variables by which the CPU libraries may have taken other kernels."""
+    return sorted(name for name in os.environ if name.startswith(("ATEN_CPU_", "ONEDNN_", "DNNL_", "MKL_")))
 
 
 def host_id(secret: bytes) -> str:

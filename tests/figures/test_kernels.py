@@ -117,6 +117,19 @@ def test_a_run_keeps_to_the_class_that_it_has_begun_on_however_fast_others_are()
     assert replace(begun, mix="devices").begun_on([class_of(CPU, 2)]).keeps == ""
 
 
+def test_what_libraries_compute_is_part_of_a_class() -> None:
+    """Variables as MKL_CBWR choose it."""
+    one, other = (replace(CPU, capability=f"AMD AVX2/{digits}") for digits in ("1a2b", "ffff"))
+    said = remark(with_classes(row("a", "b"), {"a": one, "b": other}, 1), {"a": one, "b": other})
+    assert said is not None
+    assert "AVX2/1a2b" in said
+    assert "by variables as MKL_CBWR" in said
+    begun = JobCosts([BlockCost("h", 1e7, 10, 10, 10, 10, 10)], 4, mix="none", versions=OURS, threads=2)
+    assert list(begun.begun_on([class_of(other, 2)]).fitting({"a": one, "b": other})[0]) == ["b"]
+    before = begun.begun_on([class_of(CPU, 2)])  # a run that began when classes did not say it
+    assert before.fitting({"a": one})[0]
+
+
 def test_a_run_that_draws_keeps_to_its_kind_of_device() -> None:
     draws = JobCosts([BlockCost("h", 1e7, 10, 10, 10, 10, 10)], 4, draws=True, versions=OURS, threads=2)
     mesh = Measured({"a": CPU, "b": replace(GPU, speed_flops_per_s=1e12)}, {}, {}, {})

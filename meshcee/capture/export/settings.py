@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
 import threading
 import types
@@ -33,7 +34,7 @@ MATMUL = "torch.backends.{}.matmul.fp32_precision (torch.set_float32_matmul_prec
 
 def _flushes() -> bool:
     """Whether numbers too small for a normal exponent become zero; torch sets that and does not say it."""
-    return float(torch.tensor([2.0**-140]) * torch.tensor([0.5])) == 0.0
+    return float(torch.full((1,), 2.0**-140, dtype=torch.float32) * 0.5) == 0.0
 
 
 ON_CPUS: Mapping[str, Setting] = {
@@ -49,6 +50,7 @@ ON_CPUS: Mapping[str, Setting] = {
 ON_GPUS: Mapping[str, Setting] = {
     "torch.backends.cuda.cudnn_sdp_enabled()": (_cuda.cudnn_sdp_enabled, (True,)),
     MATMUL.format("cuda"): (lambda: _cuda.matmul.fp32_precision, ("none", "ieee")),
+    "the variable NVIDIA_TF32_OVERRIDE": (lambda: os.environ.get("NVIDIA_TF32_OVERRIDE"), (None,)),
     "torch.backends.cudnn.enabled": (lambda: torch._C._get_cudnn_enabled(), (True,)),
     "torch.backends.cudnn.benchmark": (lambda: torch._C._get_cudnn_benchmark(), (False,)),
     "torch.backends.cudnn.allow_tf32": (lambda: torch._C._get_cudnn_allow_tf32(), (True,)),

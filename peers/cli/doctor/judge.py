@@ -17,6 +17,7 @@ from typing import TypeVar
 from meshcee import errors
 from meshcee.config import Limits
 from meshcee.figures import Versions
+from meshcee.figures.kernels import without_settings
 from meshcee.figures.versions import PYTHON_FROM, TORCH_BELOW, TORCH_FROM
 from peers.cli.doctor.facts import (
     Device,
@@ -447,6 +448,12 @@ def _exactness(test: Exactness, mesh: Mesh | Refused | None) -> Iterator[Finding
         alike = [peer for peer in known if peer.kernels == kernels.of]
         if alike or kernels.device != "cpu" or kernels is test.kernels[0]:  # else nobody asks for so many threads
             yield _kernels(kernels, alike, rest)
+        own = without_settings(kernels.of)
+        others = [peer for peer in known if peer.kernels != kernels.of and without_settings(peer.kernels) == own]
+        if others and kernels.device == "cpu":
+            detail = f"its libraries compute other bits: {kernels.of} here, {others[0].kernels} on {others[0].name}"
+            mend = "set variables that begin with MKL_, ONEDNN_ or DNNL_ alike here and there, or leave them out"
+            yield warn("exactness", "kernels", detail, mend)
 
 
 def _kernels(kernels: Kernels, alike: Sequence[Neighbour], rest: str) -> Finding:

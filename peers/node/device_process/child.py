@@ -25,8 +25,9 @@ FAMILIES = (
     *("LC_", "LD_", "CUDA", "NVIDIA_", "MALLOC_", "ATEN_", "TORCH", "PYTORCH_", "ONEDNN_", "DNNL_"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
 )
-# By these libgomp pins threads, with a call that the process may not make: it would end. Pinned or not, bits are the same.
-PINS = frozenset({"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"})
+# By the first ones libgomp pins threads, with a call that the process may not make: it would end. Pinned or not, bits are the
+# same. By the last a GPU would compute other bits than those of its kernel class.
+LEFT_OUT = frozenset({"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "NVIDIA_TF32_OVERRIDE"})
 # numpy's library starts threads when it is imported, and torch for these machines has another one.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"} if platform.machine() == "x86_64" else {}
 MOST_WRITTEN_BYTES = 4096  # that are kept of what it writes
@@ -44,7 +45,7 @@ class Child:
         self._why = ""  # we have ended it
         self._written = b""
         passed = {k: v for k, v in os.environ.items() if k in NAMES or k.startswith(FAMILIES)}
-        env = {k: v for k, v in passed.items() if k not in PINS} | ONE_THREAD
+        env = {k: v for k, v in passed.items() if k not in LEFT_OUT} | ONE_THREAD
         try:
             self._process = launch("peers.node.device_process.program", far, env=env)
         except BaseException:

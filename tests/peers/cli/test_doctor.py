@@ -513,6 +513,16 @@ def test_the_processor_is_fingerprinted_with_every_number_of_threads_that_a_peer
     assert all(first == again for one in found.kernels for first, again in one.prints.values())
 
 
+def test_other_libraries_settings_are_told() -> None:
+    ours, theirs = (f"cpu AMD AVX512/{digits}, torch 2.13.0+cpu, 2 threads" for digits in ("1a2b", "ffff"))
+    kernels = tuple(replace(one, of=ours) for one in GOOD.exactness.kernels[:1])
+    there = replace(ALIKE, kernels=theirs)
+    given = replace(GOOD, exactness=replace(GOOD.exactness, kernels=kernels), mesh=replace(MESH, peers=(there,)))
+    told = [one for one in judge(given) if one.what == "kernels" and one.level == "warn"]
+    assert [one.detail for one in told] == [f"its libraries compute other bits: {ours} here, {theirs} on {there.name}"]
+    assert "MKL_" in told[0].mend
+
+
 def test_fingerprints_are_shown_beside_those_of_peers_of_the_same_class_only() -> None:
     other = replace(ALIKE, kernels="cpu Intel AVX2, torch 2.13.0+cpu, 2 threads", prints={"product": "ff"})
     silent = replace(ALIKE, prints={})  # an older peer

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from meshcee.errors import PlanError
+from meshcee.figures.kernels import without_settings
 from meshcee.figures.profile import DeviceProfile
 from peers.cli.session import spin_briefly
 from peers.device import fingerprints, this_host
@@ -117,7 +118,24 @@ async def test_a_device_tells_its_class_and_its_host(folder: Path) -> None:
     assert found.versions == this_host.versions()
     assert [name for name, _ in found.fingerprints] == ["product", "attention", "softmax"]
     assert found.fingerprints == fingerprints(torch.device("cpu"))
-    assert found.capability.endswith(torch.backends.cpu.get_cpu_capability())
+    assert without_settings(found.capability).endswith(torch.backends.cpu.get_cpu_capability())
+
+
+CLASS = "import torch; torch.set_num_threads({}); from peers.device import capability; print(capability())"
+
+
+def class_in(threads: int, **variables: str) -> str:
+    command = [sys.executable, "-c", CLASS.format(threads)]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch is built without MKL")
+def test_variables_by_which_libraries_choose_kernels_are_part_of_the_class_and_threads_are_not() -> None:
+    own = class_in(1)
+    assert class_in(3) == own
+    assert class_in(1, MKL_CBWR="COMPATIBLE") != own
+    assert without_settings(class_in(1, MKL_CBWR="COMPATIBLE")) == without_settings(own)
 
 
 async def test_the_run_says_with_how_many_threads_a_cpu_computes() -> None:
