@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshcee.capture.asserts import Asserts
-from meshcee.capture.export import causal_masks, faithful, keeping, one_by_one, sizes_that_vary
+from meshcee.capture.export import Owned, causal_masks, faithful, keeping, one_by_one, sizes_that_vary
 from meshcee.capture.outputs import check_terms, no_loss, taken_apart
 from meshcee.eager import entries, original_of
 from meshcee.errors import CaptureError
@@ -52,6 +52,7 @@ class WithLoss(nn.Module):
             sizes_that_vary(),
             asked,
             lists,
+            Owned(),
             told,  # the first to hear of a call, as it looks who calls
             masks,
             _as_in_eager(),

@@ -69,6 +69,7 @@ class Deferral:
         data = {n for n, v in zip(spec.received_numbers, spec.received) if v.requires_grad}
         weights = set(trainable)
         made = {number for number, _ in spec.nodes}
+        written = _written(spec)
         for number, node in spec.nodes:
             if node.no_grad or not (node.value.requires_grad or node.value.multiple):
                 continue  # indices that activations chose carry no gradient: what they pick from a parameter is W's
@@ -82,7 +83,7 @@ class Deferral:
                 if device.type == "cpu" and _is_composed_norm(node):
                     self.calls[number] = _NormCall(self, number, node, frozenset(data)).run
                 elif _can_wait(node) and number not in replaced:
-                    self.calls[number] = _Call(self, number, node, frozenset(data)).run
+                    self.calls[number] = _Call(self, number, node, frozenset(data), number in written).run
                 else:
                     self.possible = False
                     self.calls.clear()
@@ -93,6 +94,19 @@ class Deferral:
                 weights.add(number)
         # What is computed from parameters alone is a root of W when it leaves the stage.
         self.weights = frozenset(weights)
+
+
+def _written(spec: StageSpec) -> set[int]:
+    """The values whose memory a later node writes, as they were made or through a view."""
+    found, viewed = set(), dict[int, int]()  # a view -> what it is a view of
+    for number, node in spec.nodes:
+        for place in {*node.operator.aliases, *node.writes}:
+            target: Any = node.args[place] if place < len(node.args) else None
+            if isinstance(target, Ref):
+                of = viewed.get(target.index, target.index)
+                viewed[number] = of
+                found |= {of} if place in node.writes else set()
+    return found
 
 
 def _changes_what_its_target_is(node: Node, kinds: tuple[Set[int], Set[int]], made: Set[int]) -> bool:
@@ -144,10 +158,13 @@ class Template:
 
 
 class _Call(Template):
-    """One deferred operator."""
+    """One deferred operator. `is_written`: in place, later."""
 
-    def __init__(self, deferral: Deferral, number: int, node: Node, data: frozenset[int]) -> None:
+    def __init__(
+        self, deferral: Deferral, number: int, node: Node, data: frozenset[int], is_written: bool = False
+    ) -> None:
         super().__init__(node, deferral.instead.get(number, node.call))
+        self.is_written, self.gives_view = is_written, False
         self.deferral = deferral
         self.data = tuple(place for number, place in self.order.items() if number in data)
         self.at_once = node.operator.name in _AT_ONCE
@@ -156,7 +173,10 @@ class _Call(Template):
         return self.apply(values)
 
     def apply(self, values: tuple[Any, ...]) -> Any:
-        return _Deferred.apply(self, values, *(values[p] for p in self.data))  # type: ignore[no-untyped-call]
+        out = _Deferred.apply(self, values, *(values[p] for p in self.data))  # type: ignore[no-untyped-call]
+        # A product of three dimensions is a view of one of two. Autograd copies the gradient of a view that was written, so the
+        # others get one with other strides.
+        return out.view_as(out) if self.is_written and self.gives_view else out
 
 
 def _is_composed_norm(node: Node) -> bool:
@@ -202,6 +222,7 @@ class _Deferred(torch.autograd.Function):
                     inner[place] = tensor.view_as(tensor)
                     ctx.weights.append(inner[place])
             out = call.compute(inner)
+        call.gives_view = out._is_view()
         ctx.out, ctx.leaves, ctx.tape = out, leaves, call.deferral.tape
         return out.detach()
 

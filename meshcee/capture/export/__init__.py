@@ -6,7 +6,7 @@ Runs on the owner only. `watch` holds eager code beside the graph; `refusals` ha
 from meshcee.capture.export.cuts import find_cuts, named_cuts, positions
 from meshcee.capture.export.flatten import EXAMPLES, Exported, export_module
 from meshcee.capture.export.masks import asked_for_masks, causal_masks, refuse_idle
-from meshcee.capture.export.modes import one_by_one
+from meshcee.capture.export.modes import Owned, one_by_one
 from meshcee.capture.export.refusals import explain, faithful, hooked
 from meshcee.capture.export.settings import peers_default, refuse_settings
 from meshcee.capture.export.sizes import Branch, sizes_that_vary
@@ -18,6 +18,7 @@ __all__ = [
     "EXAMPLES",
     "Branch",
     "Exported",
+    "Owned",
     "Unchanged",
     "Watch",
     "asked_for_masks",

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 from meshcee.capture.export.refusals import users_line
 from meshcee.capture.export.settings import caller, replaced
 from meshcee.errors import CaptureError
 
-__all__ = ["AUTOCAST_OFF", "AUTOCAST_ON", "SET_GRAD", "SINCE", "does_nothing", "flat", "one_by_one"]
+__all__ = ["AUTOCAST_OFF", "AUTOCAST_ON", "SET_GRAD", "SINCE", "Owned", "does_nothing", "flat", "one_by_one"]
 
 SET_GRAD: Any = torch._C._set_grad_enabled
 AUTOCAST_ON: Any = torch.amp.autocast_mode._enter_autocast
@@ -94,6 +95,48 @@ def _each(one: Callable[..., Any]) -> Callable[..., Any]:
         ]
 
     return call
+
+
+class Owned(TorchFunctionMode):
+    """What torch composes of others gives tensors of their own while a model is traced.
+
+    `nn.Linear` of three dimensions gives a view of a product of two, which no graph has. Were the result written through another
+    view, as by `h[:, 0] = 0`, torch.export would look for that product. Where the graph runs, autograd has the view.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") not in _COMPOSED:
+            return func(*args, **(kwargs or {}))
+        with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+            return func(*args, **(kwargs or {}))
+
+
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_COMPOSED = frozenset(
+    (
+        *(
+            "linear",
+            "einsum",
+            "tensordot",
+            "bilinear",
+            "inner",
+            "multi_dot",
+            "conv1d",
+            "conv2d",
+            "conv3d",
+            "instance_norm",
+        ),
+        *(
+            "max_pool1d",
+            "avg_pool1d",
+            "adaptive_avg_pool1d",
+            "adaptive_max_pool1d",
+            "cross_entropy",
+            "cross_entropy_loss",
+        ),
+        *("nll_loss", "nll_loss_nd", "repeat_interleave", "cov"),
+    )
+)
 
 
 def _of_torch_alone(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
