@@ -66,7 +66,7 @@ _REWRITTEN = {
 # What eager code may call on a tensor that needs a gradient, and the same operator in a graph only where none is recorded.
 _INSTEAD = "write it with other torch functions"
 _INSTEAD_OF = {
-    "aten.item.default": "keep it a tensor",
+    "aten.item.default": "keep it a tensor, and take a length from a size, as torch.arange(x.shape[1])",
     "aten._conj.default": "write torch.complex(z.real, -z.imag)",
     "aten.bincount.default": COUNTED,
     "aten.renorm.default": "scale x by x.norm(dim=1, keepdim=True)",
@@ -200,8 +200,8 @@ class _Flattener:
             from meshcee.capture.export.autocast import with_conversions
 
             with_conversions(graph)
-        _refuse_asserted(graph)
         self._graph(graph)
+        _refuse_asserted(graph)
         output = next(n for n in graph.nodes if n.op == "output")
         kinds = [s.kind.name for s in self.exported.graph_signature.output_specs]
         outputs = [
@@ -441,7 +441,11 @@ class _Flattener:
         if {s for s in expression.free_symbols if s not in self.sizes.hints and s != self.batch_symbol}:
             raise _follows_from_values(maker, place)
         powers = expression.as_poly(self.batch_symbol)
-        apart = SQUARE if powers is not None and powers.degree() > 1 else "keep samples apart in the model"
+        apart = (
+            SQUARE
+            if powers is not None and powers.degree() > 1
+            else "keep samples apart, or pad what is left out, as by F.pad"
+        )
         advice = instead(place, RANKS if "//" in str(expression) else apart)
         said = str(expression).replace(str(self.batch_symbol), "n")
         raise CaptureError(f"{maker} a tensor with size {said}, no multiple of the batch size; {advice}")

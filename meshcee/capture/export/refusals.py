@@ -77,6 +77,7 @@ def _inside(frames: Sequence[traceback.FrameSummary]) -> Sequence[traceback.Fram
 _OPTIMIZERS = str(Path(torch.optim.__file__).parent)
 _MODULES = str(Path(nn.__file__).parent)  # torch.nn's own, whose lines say what they do
 _CALLER = str(Path(__file__).parents[1] / "with_loss.py")
+_FUNCTIONS = str(Path(__file__).with_name("functions.py"))
 
 
 def instead(place: Place, advice: str) -> str:
@@ -86,6 +87,11 @@ def instead(place: Place, advice: str) -> str:
 
 COUNTED = "write torch.nn.functional.one_hot(y, N).sum(0), with the number of classes N"
 COUNT = "divide by x.shape[0] itself, or compute with the tensor torch.full((), x.shape[0]), as .log() does, or with a fixed number"
+
+RANKS = (
+    "keep all samples and weigh them: after l = l.sort(descending=True).values, the mask torch.arange(l.shape[0]) < "
+    "l.shape[0] // 2 has the larger half"
+)
 
 # What torch says -> what went wrong (None: its own words) and what to do.
 _ADVICE: tuple[tuple[str, str | None, str], ...] = (
@@ -118,6 +124,16 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
         r"\bone_hot\(",
         "torch.nn.functional.one_hot asks the values how many classes there are",
         "say how many: one_hot(x, N)",
+    ),
+    (
+        r"Expected op to be '=='",
+        "a size follows from a part of the number of samples",
+        RANKS,
+    ),
+    (
+        r"The only supported seed types are",
+        "Python's generator is seeded with a tensor",
+        "leave this choice by chance out, or draw with torch.rand and choose by torch.where",
     ),
     (
         r"\bbincount\(",
@@ -225,10 +241,6 @@ def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
 
 _PART = re.compile(r"//|(?:Trunc|Floor|Ceil|Round)ToInt")
 _SPLITS = re.compile(r"\b(?:chunk|(?:tensor_)?split)\(")
-RANKS = (
-    "keep all samples and weigh them: after l = l.sort(descending=True).values, the mask torch.arange(l.shape[0]) < "
-    "l.shape[0] // 2 has the larger half"
-)
 SQUARE = "keep samples apart in the model; of m = z @ z.t() take m.diagonal(), or m.masked_fill(torch.eye(n, dtype=torch.bool), 0)"
 PAIRS = "take d = torch.cdist(o, o) and weigh each pair once, by torch.ones_like(d).triu(1)"
 STEP = "write it by rows and columns, as w[:, 0] for w.view(-1)[::n], and w.diagonal() for w.view(-1)[:: n + 1]"
@@ -376,7 +388,8 @@ AFTER_ONE_BATCH = "run one batch through the model before you make the job, if o
 
 
 COMPUTED = (
-    "compute with what it shall be, as self.scale.clamp(max=4.6) or F.linear(x, F.normalize(self.weight, dim=-1))"
+    "compute with what it shall be, as self.scale.clamp(max=4.6) or F.linear(x, F.normalize(self.weight, dim=-1)); "
+    + AFTER_ONE_BATCH
 )
 FOLLOWS = "under torch.no_grad() write k.mul_(m).add_(p, alpha=1 - m)"
 AVERAGE = "write into a registered buffer, as self.mean.mul_(0.9).add_(h.detach().mean(0), alpha=0.1) does"
@@ -441,6 +454,11 @@ class _Looking(TorchFunctionMode):
         made = set_now and not isinstance(args[0], nn.Parameter)  # by forward
         if made and sys._getframe(1).f_code.co_filename != nn.parameter.__file__:
             words = GRADIENT_SET.format(at=users_line())
+            if any(f.name == "_backward" and f.filename == _FUNCTIONS for f in traceback.extract_stack()):
+                raise CaptureError(
+                    f"the backward of an autograd.Function computes gradients itself{users_line()}, and peers run what it computes "
+                    "with tensors alone; a checkpoint of your own is torch.utils.checkpoint.checkpoint(f, x, use_reentrant=False)"
+                )
             raise CaptureError(
                 f"{words} (model.disable_input_require_grads() of Hugging Face); a derivative by inputs, as torch.autograd.grad "
                 "computes it, is to be written as a formula"
@@ -468,7 +486,9 @@ class _Looking(TorchFunctionMode):
         for given in args:
             if isinstance(given, torch.Tensor) and self._astray(given):
                 if isinstance(given, FakeTensor):
-                    raise CaptureError(f"forward makes a parameter{users_line()}; {AFTER_ONE_BATCH}")
+                    raise CaptureError(
+                        f"forward makes a parameter{users_line()}; {AFTER_ONE_BATCH}, or keep what each call makes in a buffer"
+                    )
                 if _in_optimizer():
                     raise _trained_inside()
                 if not torch.is_grad_enabled():  # kernels are chosen by requires_grad, even where no gradient is made

@@ -37,6 +37,7 @@ def sizes_that_vary() -> Iterator[None]:
         yield
 
 
+_CHUNKS = torch.chunk, torch.Tensor.chunk
 _INDEXING = torch.Tensor.__getitem__, torch.Tensor.__setitem__
 _LEN = len
 _LEAST: Any = torch.sym_min
@@ -53,6 +54,8 @@ class _Saying(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("generator", self) is None:
             kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
+        if func in _CHUNKS and (args[1:2] == (1,) or (kwargs or {}).get("chunks") == 1):
+            return (args[0].view_as(args[0]),)
         if func in _INDEXING:
             args = args[0], _clamped(args[0], args[1]), *args[2:]
         return func(*args, **(kwargs or {}))
