@@ -442,6 +442,6 @@ def open_sealed(
         raise ClockError(told_ahead(subkey, record.sent_at, now))
     if now is not None and envelope.expires_at <= now:
         raise ClockError(
-            f"{what} has expired: if that peer runs, its clock is behind, or this machine's ahead; use NTP"
+            f"{what} has expired: that peer's process was paused, or its clock is behind, or this machine's ahead; use NTP"
         )
     return record

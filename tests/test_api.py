@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 import meshcee
-from meshcee.eager import halve, outermost
 from meshcee.errors import UsageError
 from meshcee.files.home import Home
 from meshcee.job import Job
 from meshcee.optim import Optimizer, Schedule
+from meshcee.reach.modules import halve, outermost
 from meshcee.sampling.order import draw
 from peers.node.mesh import Mesh
 from tests.rig.reference import reference

@@ -12,7 +12,6 @@ from typing import Any
 from meshcee.capture.capture import Capture, capture, watch_sizes
 from meshcee.capture.graph.encoding import decode_program, encode_program
 from meshcee.capture.graph.program import Batch, Free, Program, StageSpec, Value
-from meshcee.capture.graph.rows import why_unsplit
 from meshcee.capture.graph.verify import prepare
 from meshcee.sampling import inputs_of, stack
 
@@ -30,7 +29,6 @@ __all__ = [
     "prepare",
     "stack",
     "watch_sizes",
-    "why_unsplit",
 ]
 
 

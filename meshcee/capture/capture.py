@@ -27,12 +27,12 @@ from meshcee.capture.programs import Given, Programs, watched
 from meshcee.capture.trial import as_trained, example_of, own_sizes, refuse_dtypes, refuse_types
 from meshcee.capture.unread import ask_others, refuse_told_beside, unread
 from meshcee.capture.with_loss import WithLoss
-from meshcee.eager import HALVES, entries, in_full, put_others
 from meshcee.errors import CaptureError, UsageError
 from meshcee.events import Event
 from meshcee.figures import BlockCost
 from meshcee.files.tensor_files import Checkpoint, Layout, OnDemand
 from meshcee.job import Job, check_is_job
+from meshcee.reach.modules import HALVES, entries, in_full, put_others
 from meshcee.sampling import data as data_rules
 from meshcee.sampling import generators_put_back, inputs_of_one, leaving_nothing, look_anew, probes
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from meshcee.capture.graph import Program
-from meshcee.eager import entries
 from meshcee.errors import CaptureError
 from meshcee.reach import Backup, content_of
+from meshcee.reach.modules import entries
 
 __all__ = ["Evaluated"]
 

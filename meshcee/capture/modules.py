@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from meshcee.capture.export import hooked
-from meshcee.eager import entries, with_a_train
 from meshcee.errors import CaptureError
 from meshcee.events import Event
+from meshcee.reach.modules import entries, with_a_train
 
 __all__ = ["refuse_modules", "warn_of_eval"]
 

@@ -19,10 +19,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from meshcee.capture.export import EXAMPLES
 from meshcee.capture.graph.encoding import DTYPES
-from meshcee.eager import compute_in_full, entries, give_memory, halve, into_training, on_loan, outermost, put_others
 from meshcee.errors import CaptureError, UsageError
 from meshcee.job import Job
 from meshcee.reach import Remembered
+from meshcee.reach.modules import (
+    compute_in_full,
+    entries,
+    give_memory,
+    halve,
+    into_training,
+    on_loan,
+    outermost,
+    put_others,
+)
 from meshcee.sampling import data as data_rules
 from meshcee.sampling import few_of
 from meshcee.user_code import calling

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from meshcee.capture.export import Unchanged, place_of
 from meshcee.capture.graph import places_written
-from meshcee.eager import entries
 from meshcee.errors import UsageError
 from meshcee.events import Event
 from meshcee.job import At, Job
+from meshcee.reach.modules import entries
 from meshcee.sampling import few_of, indices_of, read
 from meshcee.user_code import calling, under_way
 

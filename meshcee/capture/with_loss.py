@@ -13,9 +13,9 @@ from torch import nn
 from meshcee.capture.asserts import Asserts
 from meshcee.capture.export import Owned, causal_masks, faithful, keeping, one_by_one, sizes_that_vary
 from meshcee.capture.outputs import check_terms, no_loss, taken_apart
-from meshcee.eager import entries, original_of
 from meshcee.errors import CaptureError
 from meshcee.job import Job, parts_of
+from meshcee.reach.modules import entries, original_of
 from meshcee.sampling import data as data_rules
 
 __all__ = ["WithLoss"]

@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from meshcee.capture import Capture
 from meshcee.capture.graph import Program, StageSpec, resolve
-from meshcee.eager import compute_in_full, entries, original_of, outermost, put_others
 from meshcee.equality.recorder import memory_of, tensors_in
 from meshcee.equality.watch import digest
 from meshcee.files.layout import copied, offset_of, placed
+from meshcee.reach.modules import compute_in_full, entries, original_of, outermost, put_others
 
 __all__ = ["Blocks", "Weights", "entries", "stand_in", "without_saving"]
 

@@ -28,7 +28,6 @@ from torch import nn
 
 from meshcee.capture import Capture, watch_sizes
 from meshcee.capture.graph import Free
-from meshcee.eager import entries, halve, into_training, on_loan
 from meshcee.equality.blocks import Blocks, Weights, stand_in, without_saving
 from meshcee.equality.failing import BACKWARD_PASS, blame, forward_place, names_of, odd_ones, warnings_told
 from meshcee.equality.lengths import Pass, parted, shortest_and_longest
@@ -42,6 +41,7 @@ from meshcee.files import large_apart, limits
 from meshcee.files.layout import copied
 from meshcee.job import Job, parts_of, seed_of
 from meshcee.optim import Optimizer
+from meshcee.reach.modules import entries, halve, into_training, on_loan
 from meshcee.sampling import GENERATORS, Source, call_model, inputs_of, rebuild, source_of
 from meshcee.sampling.traces import leaving_nothing
 from meshcee.stage.chain import Chain

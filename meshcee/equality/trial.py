@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from meshcee.capture import Capture, Program, StageSpec, why_unsplit
-from meshcee.capture.graph import divided, whole_draws
+from meshcee.capture import Capture, Program, StageSpec
+from meshcee.capture.graph.draws import whole_draws
+from meshcee.capture.graph.rows import divided, why_unsplit
 from meshcee.errors import PlanError
 from meshcee.job import Job
 from meshcee.plan import Member, Pipeline, Plan, Stage

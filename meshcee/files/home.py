@@ -358,5 +358,6 @@ class Home:
         found = runs[:1] if run_id == "last" else [r for r in runs if r.id == run_id]
         found = found or [r for r in runs if r.id.startswith(run_id)]
         if len(found) != 1:
-            raise UsageError(f"{len(found)} runs match {run_id!r}; `meshcee run list` shows them")
+            match = f"{len(found)} runs match" if found else "no run matches"
+            raise UsageError(f"{match} {run_id!r}; `meshcee run list` shows them")
         return found[0]

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshcee.eager import in_full, on_loan
 from meshcee.errors import UsageError
 from meshcee.hf.library import transformers
 from meshcee.reach import Remembered
+from meshcee.reach.modules import in_full, on_loan
 from meshcee.user_code import calling
 
 __all__ = [

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from meshcee.eager import in_full
 from meshcee.errors import UsageError
 from meshcee.hf.loss import Counting
+from meshcee.reach.modules import in_full
 from meshcee.sampling.data import varying
 from meshcee.user_code import calling
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from meshcee.capture import Batch, Program, StageSpec, Value
-from meshcee.capture.graph import Cut, divided
 from meshcee.errors import ProtocolError
 from meshcee.role import Piece
+
+if TYPE_CHECKING:
+    from meshcee.capture.graph.rows import Cut
 
 __all__ = ["Boundaries", "Boundary"]
 
@@ -243,6 +245,10 @@ class Boundaries:
     @classmethod
     def of(cls, program: Program, spec: StageSpec, *, before: bool, after: bool) -> Boundaries:
         """`before` and `after` say where a group is on either side; PlanError if a value cannot be divided there."""
-        received = divided(program, spec.received_numbers) if before else None
-        sent = divided(program, spec.sent_numbers) if after else None
+        received = sent = None
+        if before or after:
+            from meshcee.capture.graph.rows import divided
+
+            received = divided(program, spec.received_numbers) if before else None
+            sent = divided(program, spec.sent_numbers) if after else None
         return cls(Boundary(spec.received, received), Boundary(spec.sent, sent))

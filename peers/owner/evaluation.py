@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from meshcee.capture import Batch, Capture
-from meshcee.capture.graph import Value, divided
+from meshcee.capture.graph import Value
+from meshcee.capture.graph.rows import divided
 from meshcee.errors import ProtocolError, UsageError
 from meshcee.job import Job
 from meshcee.role import Place, rows_of

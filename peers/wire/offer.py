@@ -16,8 +16,7 @@ import msgpack
 import torch
 from msgspec import Meta
 
-from meshcee.capture import Capture, Program, StageSpec, encode_program, why_unsplit
-from meshcee.capture.graph import whole_draws
+from meshcee.capture import Capture, Program, StageSpec, encode_program
 from meshcee.capture.initial_state import InitialState
 from meshcee.codec import codec_of
 from meshcee.errors import PlanError, ProtocolError
@@ -175,8 +174,10 @@ class Offer:
     def check(self) -> None:
         """Raises PlanError where this member's stage cannot be shared by samples as the plan wants it."""
         stage = self.stages[self.index]
-        for program in (self.train, self.evaluate):
-            if program is not None and len(stage.members) > 1 and (why := why_unsplit(program, stage.first, stage.end)):
+        for program in (self.train, self.evaluate) if len(stage.members) > 1 else ():
+            from meshcee.capture.graph.rows import why_unsplit
+
+            if program is not None and (why := why_unsplit(program, stage.first, stage.end)):
                 raise PlanError(f"blocks {self.blocks} cannot be shared by samples: {why}; give them to one device")
         _ = self.boundaries, self._draws
 
@@ -326,6 +327,8 @@ class Offer:
         place, stage = self.place, self.stages[self.index]
         if len(place.group) == 1:
             return None
+        from meshcee.capture.graph.draws import whole_draws
+
         return whole_draws(self.train, stage.first, stage.end, place.rows(place.micro_batch), place.micro_batch)
 
     @property

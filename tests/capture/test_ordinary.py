@@ -15,10 +15,11 @@ from torch.nn.utils import parametrizations
 import meshcee
 from meshcee.capture import Free, capture
 from meshcee.capture.graph.operators import find_operator
-from meshcee.eager import into_training, plain
+from meshcee.eager import plain
 from meshcee.errors import CaptureError, UsageError
 from meshcee.events import Event
 from meshcee.job import Job
+from meshcee.reach.modules import into_training
 from tests.capture.exactness import WIDTH, asserted, captured, difference, job_of
 from tests.mutation import breaks, changed
 from tests.rig.chain import Chain

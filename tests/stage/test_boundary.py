@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from meshcee.capture import Batch, Value
-from meshcee.capture.graph import Cut
+from meshcee.capture.graph.rows import Cut
 from meshcee.errors import ProtocolError
 from meshcee.role import Piece
 from meshcee.stage import Boundary

@@ -30,10 +30,10 @@ from meshcee.capture.export.refusals import AFTER_ONE_BATCH, COUNT, GRADIENT_SET
 from meshcee.capture.export.settings import replaced
 from meshcee.capture.export.writes import is_copy
 from meshcee.capture.graph import Program, canonical, places_written, quiet, resolve, without_out
-from meshcee.eager import entries
 from meshcee.errors import CaptureError
 from meshcee.files.tensor_files import byte_view
 from meshcee.reach import Remembered
+from meshcee.reach.modules import entries
 from meshcee.user_code import avoided, is_ours, library_of
 
 __all__ = ["Watch", "keeping"]

@@ -1,11 +1,10 @@
 """A program: a model's forward pass as data, node by node in eager order, and what can be told of it without computing.
 
 Slices become stages, bytes become programs and are checked before anybody believes them. Members import this room of the
-capture and no other, so no code of the user's can reach them.
+capture and no other, so no code of the user's can reach them. `rows` and `draws` are of groups, which share a stage by samples.
 """
 
 from meshcee.capture.graph.analysis import Analysis, analyse, find_recomputed, quiet, resolve, unfolded
-from meshcee.capture.graph.draws import whole_draws
 from meshcee.capture.graph.guards import FAILED_ASSERT, teach_shapes
 from meshcee.capture.graph.operators import (
     FUNCTION,
@@ -16,7 +15,6 @@ from meshcee.capture.graph.operators import (
     without_out,
 )
 from meshcee.capture.graph.program import Batch, Dim, Free, Input, Node, Program, Ref, StageSpec, Value, is_random
-from meshcee.capture.graph.rows import Cut, divided
 from meshcee.capture.graph.same_work import alike, tied
 from meshcee.capture.graph.strides import canonical, contiguous, dense, moved, unexpanded
 from meshcee.capture.graph.verify import NodeRefused
@@ -26,7 +24,6 @@ __all__ = [
     "FUNCTION",
     "Analysis",
     "Batch",
-    "Cut",
     "Dim",
     "Free",
     "Input",
@@ -42,7 +39,6 @@ __all__ = [
     "canonical",
     "contiguous",
     "dense",
-    "divided",
     "find_operator",
     "find_recomputed",
     "is_random",
@@ -55,6 +51,5 @@ __all__ = [
     "tied",
     "unexpanded",
     "unfolded",
-    "whole_draws",
     "without_out",
 ]

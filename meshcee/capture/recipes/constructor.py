@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from meshcee.capture.recipes.recipe import Call, Const, Recipe, View, covers, fresh
-from meshcee.eager import entries
 from meshcee.errors import CaptureError, MeshceeError, UsageError
 from meshcee.files import large_apart
+from meshcee.reach.modules import entries
 from meshcee.user_code import place_of
 
 __all__ = ["construct"]

@@ -33,7 +33,7 @@ JOB = meshcee.Job(Untouched(), nn.functional.mse_loss, DATA, meshcee.Optimizer("
         ({"join": "nonsense"}, "neither an invite token"),
         ({"join": "@nowhere"}, "@nowhere: the file cannot be read"),
         ({"join": "@line.txt"}, "'nonsense' is neither an invite token"),
-        ({"resume": "nonsense", "local": 1, "keeps": True}, "0 runs match 'nonsense'"),
+        ({"resume": "nonsense", "local": 1, "keeps": True}, "no run matches 'nonsense'"),
         ({"resume": "nonsense", "local": 1}, "keeps=True"),
     ],
 )

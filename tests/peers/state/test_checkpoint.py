@@ -273,7 +273,7 @@ async def test_a_wrong_run_another_job_or_a_damaged_file_is_one_clear_error(tmp_
         with pytest.raises(error, match=match):
             await run(job_of(**changes), home, 2, captured=captured, resume=resume or cut.id)
 
-    await fails(UsageError, "0 runs match", resume="nope")
+    await fails(UsageError, "no run matches", resume="nope")
     await fails(UsageError, "no checkpoint after 4 steps", resume=f"{cut.id}@4")
     await fails(UsageError, "seed 3, the job says 4", seed=4)
     await fails(UsageError, "another model", model=nn.Sequential(nn.Embedding(23, 8), nn.Linear(8, 23)))
