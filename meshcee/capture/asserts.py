@@ -176,8 +176,9 @@ def _is_asking(call: ast.AST, want: bool | None) -> bool:
 
 
 def _is_compared(frame: types.FrameType) -> bool:
-    """Whether such a line computes or compares with what this call gives, or asks for its truth, and does nothing else with it; or
-    whether it has a name that such lines alone read."""
+    """Whether such a line computes or compares with what this call gives, or asks for its truth, and does nothing else with it.
+    Or such lines alone read the name that it gets.
+    """
     if (found := _asked(frame)) is None:
         return _is_named(frame)
     statement, place = found

@@ -134,6 +134,8 @@ class Programs:
         try:
             found = trace(samples)
         except CaptureError:
+            if job.micro_batch_size is not None:
+                raise
             raise first from first.__cause__
         if job.micro_batch_size is not None:
             return found

@@ -59,12 +59,20 @@ def columns(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(output[:, torch.arange(WIDTH) > 2], target[:, None, torch.arange(WIDTH) > 2, ...][:, 0])
 
 
+def beside_a_write(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A fixed number is written into what nobody knows."""
+    output[:, 0] = 0.5
+    return off_diagonal(output, target)
+
+
 def gaussian(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """It raises where a variance is negative, and clamps them without a gradient."""
     return nn.GaussianNLLLoss(eps=0.5)(output, target, output.exp())
 
 
-@pytest.mark.parametrize("loss", [dice, weighted, of_a_global, written, off_diagonal, columns, gaussian])
+@pytest.mark.parametrize(
+    "loss", [dice, weighted, of_a_global, written, off_diagonal, columns, gaussian, beside_a_write]
+)
 def test_what_follows_from_fixed_numbers_trains(loss: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(1)
     assert difference(job_of(nn.Linear(WIDTH, WIDTH), loss)) == ""

@@ -170,18 +170,31 @@ def _from_sizes(tracer: Any, mask: torch.fx.Node) -> dict[torch.fx.Node, torch.T
     for node in tracer.graph.nodes:
         fixed = getattr(tracer.root, node.target, None) if node.op == "get_attr" else None
         operator = node.target if isinstance(node.target, torch._ops.OpOverload) else None
-        writes = operator is not None and places_written(operator._schema) != ()
+        written = _written(node) if operator is not None else set()
         given = [arg in found for arg in node.all_input_nodes]
         drawn = operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
         computes = (operator is not None and not drawn) or node.target is getitem  # one of several results
         if _is_size(node) or type(fixed) is torch.Tensor or (computes and all(given)):
             found[node] = fixed
-            needed |= {node} if writes else set()
-        elif writes and any(given):
+            needed |= {node} if written else set()
+        elif written & found.keys():  # from now on its numbers follow from something else
             return {}
     for node in reversed(list(found)):
         needed |= set(node.all_input_nodes) if node in needed and not _is_size(node) else set()
     return {node: fixed for node, fixed in found.items() if node in needed}
+
+
+def _written(node: torch.fx.Node) -> set[torch.fx.Node]:
+    """What a call of an operator writes in place."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args)) | node.kwargs
+    places = [given.get(names[place]) for place in places_written(node.target._schema)]  # type: ignore[union-attr]
+    return {
+        one
+        for place in places
+        for one in (place if isinstance(place, list) else [place])
+        if isinstance(one, torch.fx.Node)
+    }
 
 
 def _is_size(node: torch.fx.Node) -> bool:
