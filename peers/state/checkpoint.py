@@ -227,9 +227,16 @@ class Checkpoint:
         return int(self.manifest["micro_batch"])
 
     def _damaged(self, why: str) -> CheckpointError:
+        run = self.folder.parents[1].name
+        steps = [
+            _step(one) for one in self.folder.parent.glob("step-*") if one.name[5:].isdecimal() and one != self.folder
+        ]
+        said = f"the checkpoint {self.folder} is damaged: {why}"
+        if not steps:
+            return CheckpointError(f"{said}; the run has no other one, so start it anew")
+        at = f"{run}@{max(steps)}"
         return CheckpointError(
-            f"the checkpoint {self.folder} is damaged: {why}; resume from the one before it, "
-            "`--resume RUN@STEP`, or export it, `meshcee checkpoint export RUN@STEP`: `meshcee run list` shows its step"
+            f"{said}; resume from another one, `--resume {at}`, or export it, `meshcee checkpoint export {at}`"
         )
 
     def verify(self) -> None:
