@@ -117,7 +117,7 @@ def test_callbacks_that_draw_change_no_mask() -> None:
 def test_from_the_processs_generator_masks_would_be_others() -> None:
     job = job_of("dropout")
     with changed(Draws, "torch.Generator()", "torch.default_generator"):
-        assert beside(job) != meshcee.plain(job).losses
+        assert any(beside(job) != meshcee.plain(job).losses for _ in range(8))  # by when the callback draws
 
 
 def test_every_operator_that_draws_can_be_given_a_generator() -> None:

@@ -310,7 +310,7 @@ class WeightNormInit(nn.Module):
         return self.l(F.normalize(self.b(x), dim=-1)) * 8
 
 
-@habit("vec", "cls", refused="no multiple of the batch size")
+@habit("vec", "cls")
 class InplaceView(Blocks):
     def forward(self, x):
         h = self.b(x).clone()

@@ -369,7 +369,7 @@ class Annealed(Blocks):
         return self.h(self.b(x)) / len(self.temps)
 
 
-@habit("vec", "cls", refused="cannot be captured at")
+@habit("vec", "cls", refused="a torch.Generator is used at")
 class OwnGenerator(Blocks):
     """noise from its own generator"""
 
