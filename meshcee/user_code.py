@@ -26,6 +26,7 @@ from meshcee.errors import MeshceeError, UsageError
 __all__ = [
     "GUARD",
     "JOB_FILE",
+    "RAISED",
     "Place",
     "as_number",
     "avoided",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 _under_way: dict[int, str | Callable[[], str]] = {}  # by thread: what runs there of the user's
+RAISED = (Exception, SystemExit)  # by the user's code: it may want to end the process, and ends the job
 _ROOT = Path(__file__).resolve().parents[1]
 _OURS = tuple(f"{_ROOT / package}/" for package in ("meshcee", "dht", "peers"))
 _LIBRARIES = tuple(f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "purelib", "platlib"))
@@ -144,7 +146,7 @@ def calling(what: str | Callable[[], str]) -> Iterator[None]:
         yield
     except MeshceeError:
         raise
-    except Exception as error:
+    except RAISED as error:
         name = what if isinstance(what, str) else what()
         told = f"{type(error).__name__}: {error}".rstrip(": ")
         raise UsageError(f"{name} failed{place_of(error)}: {told}") from error

@@ -278,7 +278,8 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
                 "give the same for any number of samples"
             )
         if any(x.kind == "raw" and x.value.short_of(inputs[x.name].shape) for x in program.inputs):
-            raise CaptureError(f"a sample of data: {found.misfit(inputs)}")
+            given_so = {name: t[:1].expand(program.samples or 1, *t.shape[1:]) for name, t in inputs.items()}
+            raise CaptureError(f"a sample of data: {found.misfit(given_so)}")
     return found
 
 

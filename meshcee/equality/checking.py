@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from meshcee.capture import Capture, capture
-from meshcee.eager import plain_steps
+from meshcee.eager import PlainStep, plain_steps
 from meshcee.equality.net import examine
 from meshcee.equality.watch import digest
 from meshcee.errors import UnequalError, UsageError
 from meshcee.job import Job, check_is_job
 from meshcee.sampling import leaving_nothing, unrepeatable
 from meshcee.stage.chain import Chain, split_blocks
+from meshcee.user_code import calling
 
 __all__ = ["STAGES", "STEPS", "Checked", "check", "refuse"]
 
@@ -88,7 +89,7 @@ def check(
     say("a micro-batch through the module and through the stages is equal, forwards and backwards")
     plain, losses = [], []
     with leaving_nothing(job):
-        for told in plain_steps(job, steps):
+        for told in _each(plain_steps(job, steps)):
             plain.append(_Step(told.losses, _digests(told.grads), _state(job, captured, told.state_dict)))
             losses.append(told.loss)
             say(f"plain loop: loss {told.loss:.6g} in step {told.step + 1}")
@@ -103,6 +104,15 @@ def check(
                 return Checked(counts, losses, f"step {step + 1}, {name}{why}: {differs}", blame, tuple(notes))
         say(f"{name}: equal in {steps} step{'s' if steps > 1 else ''}")
     return Checked(counts, losses, notes=tuple(notes))
+
+
+def _each(steps: Iterator[PlainStep]) -> Iterator[PlainStep]:
+    """The same; UsageError where the user's code fails on the way."""
+    while True:
+        with calling("the model or the loss, in the plain loop,"):
+            if (told := next(steps, None)) is None:
+                return
+        yield told
 
 
 def _trained(job: Job, captured: Capture, count: int, codec: str, steps: int) -> Iterator[_Step]:

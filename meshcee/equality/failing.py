@@ -89,9 +89,16 @@ def forward_place(run: Callable[[], Any]) -> Place:
 
 
 def blame(
-    what: str, error: Exception, model: nn.Module, names: Sequence[str], of: int, place: Place | None
+    what: str,
+    error: BaseException,
+    model: nn.Module,
+    names: Sequence[str],
+    of: int,
+    place: Place | None,
+    *,
+    together: bool,
 ) -> UsageError:
-    """`what` of the job raised this on the samples of these names, out of `of`."""
+    """`what` of the job raised this on the samples of these names, out of `of`. `together`: no fewer of them fail."""
     frames = [(f.filename, f.lineno or 0, f.line or "") for f in traceback.extract_tb(error.__traceback__)]
     where = str(place if place is not None else place_in(frames)) or _module(error, model)
     names = list(dict.fromkeys(names))
@@ -100,7 +107,7 @@ def blame(
     said = f"{type(error).__name__}: {said[:MOST_SAID]}{'...' * (len(said) > MOST_SAID)}"
     if "modified by an inplace operation" in said:
         advice = "what this line needs for its gradient is changed in place later: write `h = h + 1` there instead of `h += 1`"
-    elif 1 < of == len(names):
+    elif together:
         advice = f"fewer samples do not fail: give another micro_batch_size, or mend {what}"
     else:
         advice = f"mend {samples}, or {what}"
@@ -121,7 +128,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + f" and {more} more" * (more > 0)
 
 
-def _module(error: Exception, model: nn.Module) -> str:
+def _module(error: BaseException, model: nn.Module) -> str:
     """The innermost module of the model in which it was raised."""
     own = {id(module): name for name, module in model.named_modules() if name}
     called = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]

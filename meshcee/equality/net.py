@@ -45,6 +45,7 @@ from meshcee.reach.modules import entries, halve, into_training, on_loan
 from meshcee.sampling import GENERATORS, Source, call_model, inputs_of, rebuild, source_of
 from meshcee.sampling.traces import leaving_nothing
 from meshcee.stage.chain import Chain
+from meshcee.user_code import RAISED
 
 __all__ = ["Net", "examine"]
 
@@ -336,7 +337,7 @@ class Net:
         recorder = Recorder(forget=True)
         try:
             losses = self._forward(recorder)
-        except Exception as error:
+        except RAISED as error:
             if self.weights.stand_in:
                 self._put_back()
                 self.say(f"the module was not compared: without its weights at hand, {_first_line(error)}")
@@ -350,7 +351,7 @@ class Net:
                 ours.finish()
         except UsageError:
             raise
-        except Exception as error:
+        except RAISED as error:
             raise self._fails(error) from error
         written = {n: replace(self.ready[n], seen=seen) for n, seen in ours.written().items()}
         found = self._difference(theirs, _Outcome(ours.outputs, None, {**self.ready, **written}, ours.rng))
@@ -383,7 +384,7 @@ class Net:
             "capture",
         )
 
-    def _fails(self, error: Exception) -> UnequalError:
+    def _fails(self, error: BaseException) -> UnequalError:
         return UnequalError(
             f"the captured model fails on a micro-batch of {self._samples()}, which your module computes: "
             f"{_first_line(error)}; give another micro_batch_size"
@@ -447,7 +448,7 @@ class Net:
             losses[0].backward()  # type: ignore[no-untyped-call]
         return losses, rng
 
-    def _own_error(self, error: Exception, names: Sequence[str]) -> UsageError:
+    def _own_error(self, error: BaseException, names: Sequence[str]) -> UsageError:
         """Of a pass that has just failed; each row of its batch has a name."""
         where, batch, count, until_s = self.under_way, self.batch, len(names), time.monotonic() + self.budget_s
 
@@ -460,7 +461,7 @@ class Net:
             self.batch = rebuild(batch[0], "x", given), rebuild(batch[1], "y", given)
             try:
                 self._pass()
-            except Exception as again:
+            except RAISED as again:
                 return self.under_way == where and type(again) is type(error)
             return False
 
@@ -469,7 +470,8 @@ class Net:
             self._put_back()
             place = forward_place(self._pass)
         odd = odd_ones(fails, range(count))
-        told = blame(where, error, self.model, [names[row] for row in odd], count, place)
+        together = len(odd) == count > 1 and not fails(odd[:1])
+        told = blame(where, error, self.model, [names[row] for row in odd], count, place, together=together)
         told.__cause__ = error
         return told
 
@@ -486,7 +488,7 @@ class Net:
                 self._pass()
             except MeshceeError:
                 return None
-            except Exception as error:  # torch and the user's code raise what they like
+            except RAISED as error:  # torch and the user's code raise what they like
                 return self._own_error(error, names)
         return None
 
@@ -495,7 +497,7 @@ class Net:
             losses, rng = self._pass()
         except MeshceeError:
             raise
-        except Exception as error:
+        except RAISED as error:
             raise self._own_error(error, names_of(self.job, 0, 0, self.size)) from error
         grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         return _Outcome(losses, grads if self.backward else None, self.watch.look(), rng)
@@ -511,7 +513,7 @@ class Net:
                 chain.fused(0, 0, 1.0)
         except UsageError:
             raise
-        except Exception as error:  # kernels raise what they like
+        except RAISED as error:  # kernels raise what they like
             raise self._fails(error) from error
         written = {n: replace(before[n], seen=digest(t)) for runner in chain.runners for n, t in runner.written.items()}
         rng = chain.rng if isinstance(chain.rng, torch.Tensor) else untouched
@@ -692,5 +694,5 @@ class Net:
         )
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -71,6 +71,11 @@ class Deferral:
         made = {number for number, _ in spec.nodes}
         written = _written(spec)
         for number, node in spec.nodes:
+            if node.no_grad:  # what is written in place stays what it is
+                for place in node.writes:
+                    target: Any = node.args[place] if place < len(node.args) else None
+                    for kind in (data, weights):
+                        kind |= {number} if isinstance(target, Ref) and target.index in kind else set()
             if node.no_grad or not (node.value.requires_grad or node.value.multiple):
                 continue  # indices that activations chose carry no gradient: what they pick from a parameter is W's
             reads_data = any(r in data for r in node.refs)

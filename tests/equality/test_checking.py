@@ -19,7 +19,7 @@ from torch import nn
 import meshcee
 from meshcee.equality import checking
 from meshcee.equality.checking import check
-from meshcee.errors import CaptureError
+from meshcee.errors import CaptureError, UsageError
 from meshcee.job import Job
 from meshcee.stage.chain import Chain
 from peers.cli.main import main
@@ -231,3 +231,28 @@ def test_the_example_with_one_line_changed_is_equal_or_names_the_line(kind: str,
         differs = str(error)
     print(kind, "->", differs or "equal")
     assert not differs or f"gpt.py:{number}" in differs
+
+
+LATE = """
+import sys, torch, meshcee
+torch.manual_seed(1)
+data = [(torch.randn(8), torch.zeros(8)) for _ in range(24)]
+data[15] = (torch.full((8,), 40.0), torch.zeros(8))
+def loss(output, target):
+    large = (output.abs() > 5).sum().item()
+    if large > 0:
+        {fails}  # HERE
+    return output.pow(2).mean()
+job = meshcee.Job(model=torch.nn.Linear(8, 8), loss=loss, data=data, sampler=lambda epoch, seed: range(24),
+    optimizer=meshcee.Optimizer("SGD", lr=1e-3), batch_size=4, micro_batch_size=4, steps=6)
+"""
+
+
+@pytest.mark.parametrize("fails", ["raise ValueError(large)", "sys.exit(0)"])
+def test_what_fails_in_a_later_step_is_the_users_own(tmp_path: Path, fails: str) -> None:
+    (tmp_path / "late.py").write_text(LATE.format(fails=fails))
+    job = load_job(tmp_path / "late.py")
+    with pytest.raises(UsageError, match=r"in the plain loop, failed at .*late\.py:9"):
+        check(job, (2,), 6)
+    with pytest.raises(UsageError, match=r"step 4: the loss fails at .*late\.py:\d+ .*on data\[15\]"):
+        meshcee.train(job, local=1)

@@ -262,9 +262,11 @@ class Few(nn.Module):
 
 
 def test_what_no_sample_fails_with_alone_is_told_with_the_size_that_may_be_to_blame() -> None:
-    error = blame("the loss", RuntimeError("too many"), Few(), ["data[1]", "data[2]"], 2, None)
+    error = blame("the loss", RuntimeError("too many"), Few(), ["data[1]", "data[2]"], 2, None, together=True)
     assert (
         "on data[1] and data[2]: RuntimeError: too many; fewer samples do not fail: give another micro_batch_size"
         in str(error)
     )
-    assert "mend data[1], or the loss" in str(blame("the loss", RuntimeError("no"), Few(), ["data[1]"], 2, None))
+    assert "mend data[1], or the loss" in str(
+        blame("the loss", RuntimeError("no"), Few(), ["data[1]"], 2, None, together=False)
+    )

@@ -146,3 +146,58 @@ def test_it_hangs_on_the_view_that_is_put_where_eager_code_has_one() -> None:
     assert difference(job) == ""
     with changed(deferred, "found |= {of} if place in node.writes else set()", "pass"):
         assert "differs" in difference(job)
+
+
+class Small(nn.Module):
+    """What stands between two layers; a function of the test says what."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.other, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.table, self.cell, self.between = nn.Embedding(10, 8), nn.RNN(8, 8, batch_first=True), between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.between(self, self.first(x)))  # type: ignore[no-any-return]
+
+
+def compares(m: Any, x: torch.Tensor) -> torch.Tensor:
+    h = m.other(x)
+    h[:, 0] = 0
+    return torch.where(h > 0, h, h * (h > 1))
+
+
+def gates(m: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        gate = m.other(x)
+        gate[:, 0] = 0
+        gate += 1
+    return x * gate
+
+
+def attends(m: Any, x: torch.Tensor) -> torch.Tensor:
+    scores = x @ m.other(x).transpose(1, 2)
+    scores[:, :, 0] = -1e9
+    return scores.softmax(-1) @ x
+
+
+def shifts(m: Any, x: torch.Tensor) -> torch.Tensor:
+    out, _ = m.cell(x)
+    out[:, 1:].copy_(out[:, :-1].clone())
+    return out  # type: ignore[no-any-return]
+
+
+def doubles_without_a_gradient(m: Any, x: torch.Tensor) -> torch.Tensor:
+    """What is looked up depends on weights alone, and what is written stays so."""
+    h = m.table((x[..., 0] * 3).long().clamp(0, 9))
+    with torch.no_grad():
+        h.mul_(2)
+    return h + x  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("between", [compares, gates, attends, shifts, doubles_without_a_gradient])
+def test_parts_are_written_in_ordinary_code(between: Any) -> None:
+    rows = torch.randn(8, 6, 8, generator=torch.Generator().manual_seed(0))
+    how: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 2, "steps": 2, "codec": "none"}
+    job = Job(Small(between), F.mse_loss, [(x, x) for x in rows], Optimizer("AdamW", lr=0.1), **how)
+    assert difference(job) == ""

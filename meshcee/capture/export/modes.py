@@ -105,7 +105,7 @@ class Owned(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") not in _COMPOSED:
+        if getattr(func, "__name__", "") not in _COMPOSED or not torch.is_grad_enabled():
             return func(*args, **(kwargs or {}))
         with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
             return func(*args, **(kwargs or {}))
@@ -134,7 +134,8 @@ _COMPOSED = frozenset(
             "cross_entropy",
             "cross_entropy_loss",
         ),
-        *("nll_loss", "nll_loss_nd", "repeat_interleave", "cov"),
+        *("nll_loss", "nll_loss_nd", "repeat_interleave", "cov", "matmul", "__matmul__", "gru", "lstm"),
+        *("rnn_tanh", "rnn_relu"),
     )
 )
 

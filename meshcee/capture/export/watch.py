@@ -190,6 +190,8 @@ class _Naming(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_born(tensor: torch.Tensor) -> bool:
+    if tensor._is_view():  # of what was written it has no history in here
+        return False
     return tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, nn.Parameter)
 
 

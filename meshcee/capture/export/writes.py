@@ -30,7 +30,11 @@ def settled(exported: Exported, changed: Set[str] = frozenset()) -> tuple[list[I
     No output shares memory with the parameters and buffers of the names `changed`.
     """
     inputs, nodes, outputs = list(exported.inputs), list(exported.nodes), list(exported.outputs)
-    analysis = analyse(inputs, nodes)
+    try:
+        analysis = analyse(inputs, nodes)
+    except RuntimeError as error:  # as an `out=` of another size than the result, which torch would resize
+        said = str(error).partition("\n")[0]
+        raise CaptureError(f"the graph that export makes of the model does not run: {said}; leave out= out") from error
     samples = [n for n in analysis.written if inputs[n].kind == "raw"]
     if samples:  # they are fresh in every micro-batch, so a copy is as good; and a stage may run F twice on them
         nodes, outputs = _copied(inputs, nodes, outputs, samples, analysis)
