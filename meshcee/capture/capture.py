@@ -174,15 +174,17 @@ def _constructed(job: Job) -> tuple[nn.Module, Any]:
 
 
 @generators_put_back()  # forward may seed or draw, and so may the function that builds the model
-def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
-    """Export, cut and price the job's model. `evaluate` asks for the evaluation program too (default: if eval_data)."""
+def capture(job: Job, *, evaluate: bool | None = None, predicts: bool = False) -> Capture:
+    """Export, cut and price the job's model. `evaluate` asks for the evaluation program too (default: if eval_data); where it
+    `predicts`, that gives the model's outputs, and a number in the place of the loss.
+    """
     check_is_job(job)
     look_anew(job)
     refuse_settings(job.optimizer)
     job.optimizer.build({})  # or torch refuses an option once all else is done
     try:
         with leaving_nothing(job):
-            return _capture(job, evaluate)
+            return _capture(job, evaluate, predicts)
     except (CaptureError, UsageError) as error:
         from meshcee.sampling.odd import odd_one
 
@@ -191,7 +193,7 @@ def capture(job: Job, *, evaluate: bool | None = None) -> Capture:
         raise
 
 
-def _capture(job: Job, evaluate: bool | None) -> Capture:
+def _capture(job: Job, evaluate: bool | None, predicts: bool) -> Capture:
     start_s = time.perf_counter()
     teach_shapes()
     model, recorder = (job.model, None) if isinstance(job.model, nn.Module) else _constructed(job)
@@ -246,7 +248,7 @@ def _capture(job: Job, evaluate: bool | None) -> Capture:
     programs = Programs(given)
     training = programs.training()
     evaluates = evaluate if evaluate is not None else job.eval_data is not None
-    evaluation = programs.evaluation(training) if evaluates else None
+    evaluation = programs.evaluation(training, predicts=predicts) if evaluates else None
     if evaluation is not None and (count := evaluation.program.samples) and (rest := len(job.eval_data or ()) % count):
         raise UsageError(
             f"the model in eval mode, or its loss, holds for micro-batches of {count} samples alone, and eval_data has {rest} more "

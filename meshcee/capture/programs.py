@@ -111,9 +111,9 @@ class Programs:
         """Raises CaptureError where there is no such program."""
         return self._either(self._training)
 
-    def evaluation(self, training: Training) -> Evaluation:
-        """On the blocks of training."""
-        return self._either(lambda samples: self._evaluation(samples, training))
+    def evaluation(self, training: Training, *, predicts: bool = False) -> Evaluation:
+        """On the blocks of training; where it `predicts`, without the loss, which may hold for another number of samples."""
+        return self._either(lambda samples: self._evaluation(samples, training, predicts))
 
     def _either(self, trace: Callable[[int], T]) -> T:
         """`trace(0)` is for any number of samples. Where a graph would be there for one number, and the job says none, the error
@@ -165,7 +165,7 @@ class Programs:
             refuse_shared((program,), data_rules.inputs_of(example), self._held())
         return found
 
-    def _evaluation(self, samples: int, training: Training) -> Evaluation:
+    def _evaluation(self, samples: int, training: Training, predicts: bool) -> Evaluation:
         from meshcee.capture.evaluated import Evaluated
 
         given, job = self._given, self._given.job
@@ -173,10 +173,10 @@ class Programs:
         with as_trained(given.model, job):
             evaluated = Evaluated(given.model)
             with evaluated.looked_at():
-                wrap = WithLoss(given.model, job, example, evaluate=True)
+                wrap = WithLoss(given.model, job, example, evaluate=True, predicts=predicts)
                 wrap.rebound = training.rebound
                 with contextlib.suppress(Exception):  # whatever the user's code raises: export says more
-                    looked_at = WithLoss(given.model, job, example, evaluate=True)
+                    looked_at = WithLoss(given.model, job, example, evaluate=True, predicts=predicts)
                     wrap.rebound = _watch(looked_at, job, example, given.names).assigned()
                 exported = self._export(wrap, example, samples)
                 program = _overlay(exported, training.program)

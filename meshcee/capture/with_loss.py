@@ -22,14 +22,18 @@ __all__ = ["WithLoss"]
 
 
 class WithLoss(nn.Module):
-    """The model and the loss as one module over flat inputs; bf16 models get their floating inputs in bf16."""
+    """The model and the loss as one module over flat inputs; bf16 models get their floating inputs in bf16. `predicts`: the outputs
+    are wanted, and no loss.
+    """
 
-    def __init__(self, model: nn.Module, job: Job, example: tuple[Any, Any], evaluate: bool) -> None:
+    def __init__(
+        self, model: nn.Module, job: Job, example: tuple[Any, Any], evaluate: bool, predicts: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
         self._job = job
         self._example = example
-        self.evaluates = evaluate
+        self.evaluates, self._predicts = evaluate, predicts
         self._places = {id(own := original_of(tensor)): (own, name) for name, tensor in entries(model)}
         self._real = {} if job.weights else dict(model.named_buffers())
         self.rebound: tuple[str, ...] = ()  # buffers that forward assigns
@@ -59,6 +63,11 @@ class WithLoss(nn.Module):
             self._job.autocast(),
         ):
             output = data_rules.call_model(self.model, data_rules.rebuild(x, "x", tensors))
+            if self._predicts:  # in the loss's place is a number that nobody reads
+                outputs: list[torch.Tensor] = []
+                self.seen.form = taken_apart(output, outputs)
+                if outputs:
+                    return (asserts.upon(outputs[0].sum().float()), *outputs)
             loss, terms = parts_of(self._job.loss(output, data_rules.rebuild(y, "y", tensors)))
         if not isinstance(loss, torch.Tensor) or loss.dim() != 0:
             raise CaptureError(f"loss(output, target) {no_loss(loss, output, x)}")

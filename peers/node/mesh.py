@@ -138,7 +138,7 @@ class Mesh:
         if job.eval_data is None:
             raise UsageError("there is nothing to evaluate: give data, or set eval_data in the job")
         if captured is None or captured.evaluate is None:
-            captured = await asyncio.to_thread(capture, job, evaluate=True)
+            captured = await asyncio.to_thread(capture, job, evaluate=True, predicts=predicts)
         captured = with_state(captured, state)
         predictions = Predictions(captured) if predicts else None
         for attempt in range(course.REPLANS + 1):

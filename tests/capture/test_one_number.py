@@ -163,6 +163,20 @@ async def test_an_evaluation_has_its_own_graph() -> None:
         assert torch.equal(predicted, torch.cat([job.model.eval()(part) for part in x.split(MICRO)]))
 
 
+async def test_a_prediction_asks_for_no_loss() -> None:
+    """Of a contrastive loss, which holds for one number, the model does not know."""
+    rows = [(torch.randn(WIDTH), torch.randn(WIDTH)) for _ in range(MICRO + 1)]
+    job = seeded(Net, contrastive)
+    async with meshcee.join(local=2) as mesh:
+        predicted = await mesh.predict(job, rows)
+        with pytest.raises(UsageError, match="eval_data has 1 more than a multiple"):
+            await mesh.evaluate(job, rows)
+    assert isinstance(job.model, nn.Module)
+    with torch.no_grad():
+        x = torch.stack([x for x, _ in rows])
+        assert torch.equal(predicted, torch.cat([job.model.eval()(part) for part in x.split(MICRO)]))
+
+
 def test_a_norm_that_splits_in_train_mode_alone_is_evaluated_with_any_number() -> None:
     def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
         return ghost_norm(net, x) if net.training else net.second(net.norm(net.first(x)))

@@ -36,7 +36,7 @@ def job_of() -> meshcee.Job:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     data = [(row, row.sum(0, keepdim=True)) for row in torch.randn(64, 4)]
     optimizer = meshcee.Optimizer("SGD", lr=0.1)
-    sizes = {"batch_size": 8, "steps": 12, "checkpoint_every": 3}
+    sizes = {"batch_size": 8, "micro_batch_size": 8, "steps": 12, "checkpoint_every": 3}  # else the first plan chooses
     return meshcee.Job(model=model, loss=F.mse_loss, data=data, optimizer=optimizer, **sizes)
 
 
