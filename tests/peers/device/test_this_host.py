@@ -121,21 +121,33 @@ async def test_a_device_tells_its_class_and_its_host(folder: Path) -> None:
     assert without_settings(found.capability).endswith(torch.backends.cpu.get_cpu_capability())
 
 
-CLASS = "import torch; torch.set_num_threads({}); from peers.device import capability; print(capability())"
+CLASS = """
+import hashlib, torch
+from torch.nn import functional as F
+from peers.device import capability
+torch.set_num_threads({})
+torch.manual_seed(1)
+image, weight = torch.randn(2, 16, 16, 16), torch.randn(32, 16, 3, 3)
+bits = [torch.randn(16, 96) @ torch.randn(96, 16), F.conv2d(image, weight, padding=1)]
+print(capability(), [hashlib.sha256(one.numpy().tobytes()).hexdigest() for one in bits], sep=";")
+"""
 
 
-def class_in(threads: int, **variables: str) -> str:
+def class_in(threads: int, **variables: str) -> tuple[str, str]:
+    """The class in such a process, and what a product and a convolution are there."""
     command = [sys.executable, "-c", CLASS.format(threads)]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout.strip()
+    own, _, bits = done.stdout.strip().partition(";")
+    return own, bits
 
 
-@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="this torch is built without MKL")
 def test_variables_by_which_libraries_choose_kernels_are_part_of_the_class_and_threads_are_not() -> None:
-    own = class_in(1)
-    assert class_in(3) == own
-    assert class_in(1, MKL_CBWR="COMPATIBLE") != own
-    assert without_settings(class_in(1, MKL_CBWR="COMPATIBLE")) == without_settings(own)
+    own, bits = class_in(1)
+    assert class_in(3) == (own, bits)
+    for name, value in (("MKL_CBWR", "COMPATIBLE"), ("ONEDNN_MAX_CPU_ISA", "SSE41")):  # if the libraries know them here
+        other, changed = class_in(1, **{name: value})
+        assert (other != own) == (changed != bits)
+        assert without_settings(other) == without_settings(own)
 
 
 async def test_the_run_says_with_how_many_threads_a_cpu_computes() -> None:
