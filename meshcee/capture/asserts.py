@@ -187,20 +187,18 @@ def _is_compared(frame: types.FrameType) -> bool:
 
 def _is_named(frame: types.FrameType) -> bool:
     """Whether this call's number gets a name, and all that reads the name are parts of such lines, or stand behind them."""
-    place, tree = _place(frame), _tree(frame.f_code.co_filename)
-    first = frame.f_code.co_firstlineno
+    place, tree, first = _place(frame), _tree(frame.f_code.co_filename), frame.f_code.co_firstlineno
     functions = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)) if place and tree else ()
     own = next((f for f in functions if first in (f.lineno, *(d.lineno for d in f.decorator_list[:1]))), None)
-    for node in ast.walk(own) if own is not None else ():
-        match node:
-            case ast.Assign([ast.Name(name)], value) if _Place.of(value) == place:
-                assert own is not None
-                names = [n for n in ast.walk(own) if isinstance(n, ast.Name) and n.id == name]
-                lines = [n for n in ast.walk(own) if _is_such(n)]
-                compared = {id(p) for line in lines for part in (line, *_expressions(line)) for p in _parts(part)}
-                behind = {id(n) for line in lines for part in _never_run(line) for n in ast.walk(part)}
-                reads = [n for n in names if isinstance(n.ctx, ast.Load)]
-                return len(names) == len(reads) + 1 and all(id(n) in compared | behind for n in reads)
+    nodes = [*ast.walk(own)] if own is not None else []
+    given = (n for n in nodes if isinstance(n, ast.Assign) and _Place.of(n.value) == place)
+    match next(given, None):
+        case ast.Assign([ast.Name(name)]):
+            lines = [n for n in nodes if _is_such(n)]
+            compared = {id(p) for line in lines for part in (line, *_expressions(line)) for p in _parts(part)}
+            behind = {id(n) for line in lines for part in _never_run(line) for n in ast.walk(part)}
+            others = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and id(n) not in compared | behind]
+            return len(others) == 1  # where it is given
     return False
 
 

@@ -7,7 +7,7 @@ stays as it was. So before the first step they are called under a mode that sees
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshcee.capture.export import Unchanged, place_of
-from meshcee.capture.graph import places_written
+from meshcee.capture.graph import given_to_write
 from meshcee.errors import UsageError
 from meshcee.events import Event
 from meshcee.job import At, Job
@@ -125,7 +125,7 @@ class ReadsTold(WeightWatch):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._is_done:
             return func(*args, **(kwargs or {}))
-        if writes := [*self.named(_written_by(func, args, kwargs or {}))]:
+        if writes := [*self.named(given_to_write(func, args, kwargs or {}))]:
             self._is_done = True
             if func is not torch.ops.aten.copy_.default:
                 self._written(writes, under_way())
@@ -147,13 +147,6 @@ class ReadsTold(WeightWatch):  # type: ignore[no-untyped-call]
         if not self._is_done:
             log.warning(Event.WEIGHTS_READ, parameter=name, reader=reader)
         self._is_done = True
-
-
-def _written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What an operator writes in place of what it is given."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args)) | dict(kwargs)
-    return [given.get(names[place]) for place in places_written(func._schema)]
 
 
 def _is_looked_at(it: Any) -> bool:

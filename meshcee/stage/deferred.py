@@ -9,7 +9,7 @@ order of their making, so each parameter's gradient is summed in the order of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,10 +72,9 @@ class Deferral:
         written = _written(spec)
         for number, node in spec.nodes:
             if node.no_grad:  # what is written in place stays what it is
-                for place in node.writes:
-                    target: Any = node.args[place] if place < len(node.args) else None
+                for target in _targets(node, node.writes):
                     for kind in (data, weights):
-                        kind |= {number} if isinstance(target, Ref) and target.index in kind else set()
+                        kind |= {number} if target in kind else set()
             if node.no_grad or not (node.value.requires_grad or node.value.multiple):
                 continue  # indices that activations chose carry no gradient: what they pick from a parameter is W's
             reads_data = any(r in data for r in node.refs)
@@ -105,23 +104,24 @@ def _written(spec: StageSpec) -> set[int]:
     """The values whose memory a later node writes, as they were made or through a view."""
     found, viewed = set(), dict[int, int]()  # a view -> what it is a view of
     for number, node in spec.nodes:
-        for place in {*node.operator.aliases, *node.writes}:
-            target: Any = node.args[place] if place < len(node.args) else None
-            if isinstance(target, Ref):
-                of = viewed.get(target.index, target.index)
-                viewed[number] = of
-                found |= {of} if place in node.writes else set()
+        for target in _targets(node, {*node.operator.aliases, *node.writes}):
+            viewed[number] = viewed.get(target, target)
+        found |= {viewed.get(target, target) for target in _targets(node, node.writes)}
     return found
+
+
+def _targets(node: Node, places: Iterable[int]) -> list[int]:
+    """The values that stand at these places of a node's arguments."""
+    given = [node.args[place] for place in places if place < len(node.args)]
+    return [one.index for one in given if isinstance(one, Ref)]
 
 
 def _changes_what_its_target_is(node: Node, kinds: tuple[Set[int], Set[int]], made: Set[int]) -> bool:
     """Whether the node writes into a tensor something that this one did not depend on: activations, or parameters."""
-    for place in node.writes:
-        target: Any = node.args[place] if place < len(node.args) else None
-        known = isinstance(target, Ref) and target.index in made
-        if known and any(target.index not in kind and any(r in kind for r in node.refs) for kind in kinds):
-            return True
-    return False
+    return any(
+        target in made and any(target not in kind and any(r in kind for r in node.refs) for kind in kinds)
+        for target in _targets(node, node.writes)
+    )
 
 
 def _can_wait(node: Node) -> bool:

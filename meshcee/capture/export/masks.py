@@ -26,10 +26,11 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
 from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from meshcee.capture.export.flatten import LENGTH_MARGIN
 from meshcee.capture.export.settings import replaced
-from meshcee.capture.graph import places_written
+from meshcee.capture.graph import given_to_write
 from meshcee.errors import CaptureError
 
 __all__ = [
@@ -170,31 +171,18 @@ def _from_sizes(tracer: Any, mask: torch.fx.Node) -> dict[torch.fx.Node, torch.T
     for node in tracer.graph.nodes:
         fixed = getattr(tracer.root, node.target, None) if node.op == "get_attr" else None
         operator = node.target if isinstance(node.target, torch._ops.OpOverload) else None
-        written = _written(node) if operator is not None else set()
+        written = set(tree_leaves(given_to_write(operator, node.args, node.kwargs))) if operator is not None else set()
         given = [arg in found for arg in node.all_input_nodes]
         drawn = operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
         computes = (operator is not None and not drawn) or node.target is getitem  # one of several results
         if _is_size(node) or type(fixed) is torch.Tensor or (computes and all(given)):
             found[node] = fixed
             needed |= {node} if written else set()
-        elif written & found.keys():  # from now on its numbers follow from something else
+        elif not written.isdisjoint(found):  # from now on its numbers follow from something else
             return {}
     for node in reversed(list(found)):
         needed |= set(node.all_input_nodes) if node in needed and not _is_size(node) else set()
     return {node: fixed for node, fixed in found.items() if node in needed}
-
-
-def _written(node: torch.fx.Node) -> set[torch.fx.Node]:
-    """What a call of an operator writes in place."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args)) | node.kwargs
-    places = [given.get(names[place]) for place in places_written(node.target._schema)]  # type: ignore[union-attr]
-    return {
-        one
-        for place in places
-        for one in (place if isinstance(place, list) else [place])
-        if isinstance(one, torch.fx.Node)
-    }
 
 
 def _is_size(node: torch.fx.Node) -> bool:

@@ -114,28 +114,10 @@ class Owned(TorchFunctionMode):
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _COMPOSED = frozenset(
     (
-        *(
-            "linear",
-            "einsum",
-            "tensordot",
-            "bilinear",
-            "inner",
-            "multi_dot",
-            "conv1d",
-            "conv2d",
-            "conv3d",
-            "instance_norm",
-        ),
-        *(
-            "max_pool1d",
-            "avg_pool1d",
-            "adaptive_avg_pool1d",
-            "adaptive_max_pool1d",
-            "cross_entropy",
-            "cross_entropy_loss",
-        ),
-        *("nll_loss", "nll_loss_nd", "repeat_interleave", "cov", "matmul", "__matmul__", "gru", "lstm"),
-        *("rnn_tanh", "rnn_relu"),
+        *("linear", "matmul", "__matmul__", "einsum", "tensordot", "bilinear", "inner", "cov", "repeat_interleave"),
+        *("conv1d", "conv2d", "conv3d", "instance_norm", "gru", "lstm", "rnn_tanh", "rnn_relu"),
+        *("max_pool1d", "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d"),
+        *("cross_entropy", "cross_entropy_loss", "nll_loss", "nll_loss_nd"),
     )
 )
 

@@ -24,7 +24,16 @@ import torch
 from meshcee.capture.graph.guards import GUARDED, teach_shapes
 from meshcee.errors import GraphError
 
-__all__ = ["ALLOWED", "FUNCTION", "Operator", "find_operator", "operator_name", "places_written", "without_out"]
+__all__ = [
+    "ALLOWED",
+    "FUNCTION",
+    "Operator",
+    "find_operator",
+    "given_to_write",
+    "operator_name",
+    "places_written",
+    "without_out",
+]
 
 ALLOWED: Mapping[str, Any] = tomllib.loads(Path(__file__).with_name("allowed.toml").read_text())
 
@@ -135,6 +144,13 @@ def places_written(schema: Any) -> tuple[int, ...]:
     """The arguments that a call may write in place. Batch norm writes its statistics, and its schema does not say so."""
     said = tuple(i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
     return said or tuple(i for i, a in enumerate(schema.arguments) if a.name in ("running_mean", "running_var"))
+
+
+def given_to_write(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The arguments of a call that it may write in place: of tensors, or of what stands for them in a graph."""
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, args)) | dict(kwargs)
+    return [given.get(names[place]) for place in places_written(operator._schema)]
 
 
 @functools.lru_cache(maxsize=4096)
