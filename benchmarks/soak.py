@@ -36,7 +36,8 @@ from meshcee.errors import PeerLostError
 from meshcee.figures.observed import Observed
 from meshcee.files.home import Home
 from meshcee.job import Job
-from meshcee.optim import Optimizer, Schedule
+from meshcee.optim import Optimizer
+from meshcee.optim.rates import Schedule
 from meshcee.plan import Plan
 from peers.node.early import JoinOptions
 from peers.node.in_process import InProcess

@@ -25,7 +25,7 @@ _HOME = {
     "KeepBest": "meshcee.callbacks.rules",
     "Optimizer": "meshcee.optim",
     "ReduceOnPlateau": "meshcee.callbacks.rules",
-    "Schedule": "meshcee.optim",
+    "Schedule": "meshcee.optim.rates",
     "seeded": "meshcee.job",
     "MeshceeError": "meshcee.errors",
     "check": "meshcee.run",

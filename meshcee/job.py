@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from numbers import Integral, Real
 from operator import add
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +24,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from meshcee.errors import UsageError
 from meshcee.figures import MIXES
-from meshcee.optim import Optimizer, Schedule, plain_number
+from meshcee.optim import Optimizer, plain_number
+
+if TYPE_CHECKING:
+    from meshcee.optim.rates import Schedule
 
 __all__ = ["WEIGHS_NOTHING", "At", "Job", "check_is_job", "parts_of", "seed_of", "seeded", "shares_of"]
 
@@ -257,9 +260,10 @@ class Job:
             raise UsageError(
                 f'optimizer is a meshcee.Optimizer("AdamW", lr=3e-4): stages make torch\'s own of it; got {found}'
             )
-        if not isinstance(self.schedule, Schedule | None):
-            found = getattr(self.schedule, "__name__", type(self.schedule).__name__)
-            raise UsageError(f'schedule is a meshcee.Schedule("CosineAnnealingLR", T_max=1000), or None; got {found}')
+        if self.schedule is not None:
+            from meshcee.optim.rates import check_is_schedule
+
+            check_is_schedule(self.schedule)
         if self.batch_size < 1 or self.steps < 1:
             raise UsageError("batch_size and steps must be at least 1")
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.batch_size:

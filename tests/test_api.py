@@ -21,7 +21,8 @@ import meshcee
 from meshcee.errors import UsageError
 from meshcee.files.home import Home
 from meshcee.job import Job
-from meshcee.optim import Optimizer, Schedule
+from meshcee.optim import Optimizer
+from meshcee.optim.rates import Schedule
 from meshcee.reach.modules import halve, outermost
 from meshcee.sampling.order import draw
 from peers.node.mesh import Mesh

@@ -12,7 +12,8 @@ from torch import nn
 import meshcee
 from meshcee.callbacks import Callback
 from meshcee.job import Job
-from meshcee.optim import Optimizer, Schedule
+from meshcee.optim import Optimizer
+from meshcee.optim.rates import Schedule
 from meshcee.sampling import indices_of, read
 from tests.peers.member.test_training import make_job
 from tests.rig.mesh_fixture import train

@@ -249,8 +249,8 @@ def _capture(job: Job, evaluate: bool | None, predicts: bool) -> Capture:
     training = programs.training()
     evaluates = evaluate if evaluate is not None else job.eval_data is not None
     evaluation = programs.evaluation(training, predicts=predicts) if evaluates else None
-    count = evaluation.program.samples if evaluation is not None and job.eval_data is not None else 0
-    if count and (rest := len(job.eval_data) % count):
+    count = evaluation.program.samples if evaluation is not None else 0
+    if count and job.eval_data is not None and (rest := len(job.eval_data) % count):
         raise UsageError(
             f"the model in eval mode, or its loss, holds for micro-batches of {count} samples alone, and eval_data has {rest} more "
             "than a multiple of them: leave these out, or write it alike for any number"

@@ -19,7 +19,8 @@ from torch import nn
 
 from meshcee.errors import UsageError
 from meshcee.hf.library import transformers
-from meshcee.optim import PER_PARAMETER, Optimizer, Schedule
+from meshcee.optim import PER_PARAMETER, Optimizer
+from meshcee.optim.rates import Schedule
 
 __all__ = [
     "check",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from meshcee.errors import UsageError
 from meshcee.optim.optimizer import plain_number
 from meshcee.user_code import calling
 
-__all__ = ["Schedule"]
+__all__ = ["Schedule", "check_is_schedule"]
 
 
 class Schedule:
@@ -76,6 +76,11 @@ class Schedule:
         return repr(sorted((key, _named(value)) for key, value in self.options.items()))
 
     @property
+    def functions(self) -> Iterator[Any]:
+        """All that its options have of the user's code."""
+        return _functions(list(self.options.values()))
+
+    @property
     def factor(self) -> Callable[[int], float] | None:
         """What the rate is multiplied by at each step, where its name and numbers say that."""
         return partial(WARMUPS[self.name][0], **self.options) if self.name in WARMUPS else None
@@ -100,6 +105,13 @@ class Schedule:
                 "optimizer with a momentum or with betas, as SGD or AdamW"
             ) from error.__cause__
         return built
+
+
+def check_is_schedule(given: Any) -> None:
+    """UsageError for anything else, as a class of torch's or the name of one."""
+    if not isinstance(given, Schedule):
+        found = getattr(given, "__name__", type(given).__name__)
+        raise UsageError(f'schedule is a meshcee.Schedule("CosineAnnealingLR", T_max=1000), or None; got {found}')
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -159,6 +171,16 @@ WARMUPS: dict[str, tuple[Callable[..., float], set[str]]] = {
     "LinearWithWarmup": (_linear, {"warmup", "steps"}),
     "CosineWithWarmup": (_cosine, {"warmup", "steps"}),
 }
+
+
+def _functions(value: Any) -> Iterator[Any]:
+    if isinstance(value, Schedule):
+        yield from value.functions
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _functions(part)
+    elif callable(value):
+        yield value
 
 
 class _Name:

@@ -19,15 +19,18 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
 
 from meshcee.errors import UsageError
-from meshcee.optim import Optimizer, Schedule
+from meshcee.optim import Optimizer
 from meshcee.user_code import calling
+
+if TYPE_CHECKING:
+    from meshcee.optim.rates import Schedule
 
 __all__ = ["HyperSchedule", "rate_digests", "scheduled", "some_rates"]
 
@@ -98,7 +101,8 @@ class HyperSchedule:
 
     def _copied(self, pair: Any) -> Any:
         """A copy that shares the user's functions: with a method its whole object would be copied, a model or a lock."""
-        return copy.deepcopy(pair, {id(function): function for function in _functions(self._given[1])})
+        functions = self._given[1].functions if self._given[1] else ()
+        return copy.deepcopy(pair, {id(function): function for function in functions})
 
     def _go_to(self, step: int) -> None:
         if step < self._step:
@@ -130,7 +134,7 @@ def some_rates(optimizer: Optimizer, schedule: Schedule | None, steps: int) -> l
     """What the functions of a schedule give in some of its steps; nothing for one without any: its words say all. These are the
     first steps, and then each is twice as late as the one before. So a job with more steps has the same ones first.
     """
-    if schedule is None or next(_functions(schedule), None) is None:
+    if schedule is None or next(schedule.functions, None) is None:
         return []
     driven = HyperSchedule(optimizer, schedule)
     end = steps if schedule.name == "LambdaLR" else min(steps, MOST_DRIVEN + 1)
@@ -145,7 +149,7 @@ def rate_digests(optimizer: Optimizer, schedule: Schedule | None, steps: int, *m
     """
     if schedule is None:
         return {}
-    functions = list(_functions(schedule)) if schedule.factor is None else [schedule.factor]
+    functions = list(schedule.functions) if schedule.factor is None else [schedule.factor]
     if not functions:
         return {}
     asked = optimizer, {steps, *more, *itertools.accumulate(range(200), lambda end, _: end + 1 + end // 8)}
@@ -173,17 +177,6 @@ def scheduled(optimizer: Optimizer, schedule: Schedule | None) -> Optimizer:
     groups = {pattern: {**extra, **more} for (pattern, extra), more in zip(optimizer.groups.items(), own, strict=True)}
     found = Optimizer(optimizer.name, groups=groups, **{**optimizer.options, **rest})
     return found.averaging(optimizer.ema, optimizer.eval_ema)
-
-
-def _functions(value: Any) -> Iterator[Any]:
-    """All that the options of a schedule have of the user's code."""
-    if isinstance(value, Schedule):
-        yield from _functions(list(value.options.values()))
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _functions(part)
-    elif callable(value):
-        yield value
 
 
 def _plain(value: Any, name: str, step: int) -> Any:

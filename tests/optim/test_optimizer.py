@@ -21,7 +21,8 @@ from meshcee.eager import plain
 from meshcee.errors import UsageError
 from meshcee.events import Event
 from meshcee.job import Job
-from meshcee.optim import PER_PARAMETER, Optimizer, Schedule
+from meshcee.optim import PER_PARAMETER, Optimizer
+from meshcee.optim.rates import Schedule
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam", "NoSuchOptimizer", "AdamWScheduleFree", "RAdamScheduleFree"])

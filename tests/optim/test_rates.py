@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshcee.errors import UsageError
-from meshcee.optim import Optimizer, Schedule
+from meshcee.optim import Optimizer
+from meshcee.optim.rates import Schedule
 from meshcee.sampling.hyper import HyperSchedule, scheduled
 from meshcee.stage import optimizer_layout
 

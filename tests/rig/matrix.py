@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 from meshcee.job import Job
-from meshcee.optim import Optimizer, Schedule
+from meshcee.optim import Optimizer
+from meshcee.optim.rates import Schedule
 from tests.rig import zoo
 
 __all__ = ["CASES", "FACTORS", "MICROS", "Case", "job_of", "pairs_of", "pairwise", "stages_of"]

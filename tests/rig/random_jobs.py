@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from meshcee.job import Job
-from meshcee.optim import Optimizer, Schedule
+from meshcee.optim import Optimizer
+from meshcee.optim.rates import Schedule
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from tests.rig.random_layers import KINDS, Layer
 from tests.rig.reference import stacked

@@ -23,7 +23,8 @@ from meshcee.equality import why_not_shared
 from meshcee.errors import CaptureError, ProtocolError
 from meshcee.figures import DeviceProfile
 from meshcee.job import Job
-from meshcee.optim import Optimizer, Schedule
+from meshcee.optim import Optimizer
+from meshcee.optim.rates import Schedule
 from meshcee.planner.live import workload_of
 from meshcee.stage.runner import clip_coefficient, global_norm
 from meshcee.stage.weights import Weights, first_moments, optimizer_layout

@@ -16,7 +16,7 @@ from benchmarks.storm_job import MICRO, captured_job, job_of
 from benchmarks.virtual_chaos import quick_planning, stormy
 from meshcee.eager import plain
 from meshcee.files.home import Home, Run
-from meshcee.optim import Schedule
+from meshcee.optim.rates import Schedule
 from meshcee.sampling import HyperSchedule
 from tests.rig.virtual_time import quiet, run
 

@@ -21,7 +21,8 @@ from meshcee.errors import MeshceeError, NonFiniteLossError, PeerLostError, Plan
 from meshcee.events import Event
 from meshcee.files.tensor_files import save
 from meshcee.job import Job
-from meshcee.optim import Optimizer, Schedule
+from meshcee.optim import Optimizer
+from meshcee.optim.rates import Schedule
 from meshcee.plan import Plan
 from meshcee.sampling.order import draw
 from meshcee.stage.runner import StageRunner

@@ -25,7 +25,8 @@ from meshcee.errors import UsageError, unwrap
 from meshcee.events import Event
 from meshcee.files.home import Home
 from meshcee.job import Job
-from meshcee.optim import Optimizer, Schedule
+from meshcee.optim import Optimizer
+from meshcee.optim.rates import Schedule
 from peers.node.early import JoinOptions
 from peers.node.in_process import join
 from peers.owner.job_run import Result

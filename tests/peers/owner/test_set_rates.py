@@ -11,7 +11,7 @@ import structlog
 from meshcee.callbacks import Callback, Control
 from meshcee.eager import plain_steps
 from meshcee.events import Event
-from meshcee.optim import Schedule
+from meshcee.optim.rates import Schedule
 from tests.peers.owner.test_callbacks import MICRO, STEPS, Reachable, job_of, run
 
 pytestmark = pytest.mark.usefixtures("quick_planning")  # which plan does not matter here

@@ -29,7 +29,8 @@ from meshcee.errors import CheckpointError, MeshceeError, UsageError, unwrap
 from meshcee.files import Trouble, dumps
 from meshcee.files.home import Home, Run
 from meshcee.job import Job
-from meshcee.optim import PER_PARAMETER, Optimizer, Schedule
+from meshcee.optim import PER_PARAMETER, Optimizer
+from meshcee.optim.rates import Schedule
 from meshcee.stage.weights import optimizer_layout
 from peers.node.early import JoinOptions
 from peers.node.in_process import join

@@ -18,7 +18,8 @@ from meshcee.capture import capture
 from meshcee.errors import UsageError, unwrap
 from meshcee.files.home import Home
 from meshcee.job import At, Job
-from meshcee.optim import Optimizer, Schedule
+from meshcee.optim import Optimizer
+from meshcee.optim.rates import Schedule
 from meshcee.sampling.again import check_samples, sample_digests
 from peers.state.checkpoint import check_same, description
 from tests.peers.state import test_first_weights
