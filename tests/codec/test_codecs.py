@@ -20,9 +20,10 @@ from tests.rig import small
 from tests.rig.strides import ODD
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-LOSSY = [codec for codec in LADDER if codec.name != "none"]
-PACKED = [codec for codec in CODECS.values() if codec.varies]
-every_codec = pytest.mark.parametrize("codec", LADDER, ids=[codec.name for codec in LADDER])
+RUNGS = [codec_of(name) for name in LADDER]
+LOSSY = [codec for codec in RUNGS if codec.name != "none"]
+PACKED = [codec for codec in map(codec_of, CODECS) if codec.varies]
+every_codec = pytest.mark.parametrize("codec", RUNGS, ids=LADDER)
 lossy = pytest.mark.parametrize("codec", LOSSY, ids=[codec.name for codec in LOSSY])
 
 
@@ -56,7 +57,7 @@ def test_every_type_and_shape_keeps_the_bound(
     assert relative_error(tensor, back) <= (codec.worst if seed is None else 2.2 * codec.worst) + own
 
 
-@pytest.mark.parametrize("codec", CODECS.values(), ids=list(CODECS))
+@pytest.mark.parametrize("codec", [codec_of(name) for name in CODECS], ids=CODECS)
 @pytest.mark.parametrize("name", [name for name, tensor in ODD.items() if tensor.is_floating_point()])
 def test_one_element_or_none_is_coded_whatever_its_strides(codec: Codec, name: str) -> None:
     flat = torch.tensor(ODD[name].tolist(), dtype=ODD[name].dtype).reshape(ODD[name].shape)
@@ -76,7 +77,7 @@ def test_any_floats_keep_the_bound(codec: Codec, data: st.DataObject) -> None:
 def test_each_number_of_int8_is_within_half_a_step_of_its_block() -> None:
     torch.manual_seed(0)
     tensor = torch.randn(50, BLOCK) * torch.logspace(-6, 6, 50)[:, None]
-    off = (there_and_back(CODECS["int8"], tensor) - tensor).abs()
+    off = (there_and_back(codec_of("int8"), tensor) - tensor).abs()
     assert bool((off <= tensor.abs().amax(1, keepdim=True) / 250).all())
 
 
@@ -106,7 +107,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_does_not(codec: Codec) -
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_rounding_by_chance_has_no_bias(name: str) -> None:
     torch.manual_seed(0)
-    codec, tensor, count = CODECS[name], torch.randn(4 * BLOCK), 600
+    codec, tensor, count = codec_of(name), torch.randn(4 * BLOCK), 600
     mean = sum(there_and_back(codec, tensor, seed).double() for seed in range(count)) / count
     nearest = relative_error(tensor, there_and_back(codec, tensor))
     assert relative_error(tensor, mean) < nearest / 8  # nearest's error stays however often it is repeated
@@ -130,9 +131,9 @@ def test_what_is_not_finite_stays_so_or_is_refused(codec: Codec, dtype: torch.dt
 def test_what_is_too_large_is_refused_and_never_made_infinite() -> None:
     huge = torch.full((100,), 1e300, dtype=torch.float64)
     assert all(codec.encode(huge) is None for codec in LOSSY)
-    assert CODECS["int8"].encode(torch.full((100,), 1e31)) is None
+    assert codec_of("int8").encode(torch.full((100,), 1e31)) is None
     half = torch.full((100,), torch.finfo(torch.float16).max, dtype=torch.float16)
-    for codec in (CODECS["int8"], CODECS["int4"]):
+    for codec in (codec_of("int8"), codec_of("int4")):
         assert bool(there_and_back(codec, half).isfinite().all())
 
 
@@ -141,9 +142,9 @@ def test_what_is_too_large_is_refused_and_never_made_infinite() -> None:
 def test_zeros_and_vanishing_numbers(name: str, dtype: torch.dtype) -> None:
     zeros = torch.zeros(130, dtype=dtype)
     for seed in (None, 1):
-        assert torch.equal(there_and_back(CODECS[name], zeros, seed), zeros)
+        assert torch.equal(there_and_back(codec_of(name), zeros, seed), zeros)
     tiny = torch.full((130,), 1e-44).to(dtype)
-    assert bool((there_and_back(CODECS[name], tiny).abs() <= 1e-30).all())
+    assert bool((there_and_back(codec_of(name), tiny).abs() <= 1e-30).all())
 
 
 def test_an_outlier_costs_its_neighbours_little_after_the_rotation() -> None:
@@ -151,7 +152,7 @@ def test_an_outlier_costs_its_neighbours_little_after_the_rotation() -> None:
     tensor = torch.randn(100, BLOCK)
     tensor[:, 5] = 50.0
     quiet = torch.arange(BLOCK) != 5
-    off = (there_and_back(CODECS["int4"], tensor) - tensor)[:, quiet]
+    off = (there_and_back(codec_of("int4"), tensor) - tensor)[:, quiet]
     assert float(off.norm()) < 0.4 * float(
         tensor[:, quiet].norm()
     )  # plain int4 would lose them all: a step is 50 / 7.5
@@ -159,7 +160,7 @@ def test_an_outlier_costs_its_neighbours_little_after_the_rotation() -> None:
 
 def test_sizes_are_as_documented() -> None:
     count = 1 << 20
-    ratios = {codec.name: 4 * count / codec.wire_bytes(torch.float32, count) for codec in LADDER}
+    ratios = {codec.name: 4 * count / codec.wire_bytes(torch.float32, count) for codec in RUNGS}
     assert ratios == pytest.approx({"none": 1.0, "bf16": 2.0, "int8": 3.879, "int4": 7.529}, rel=1e-3)
 
 
@@ -168,7 +169,7 @@ def test_the_planner_prices_the_sizes_that_are_sent() -> None:
     assert set(CODECS) == {"none", *workload.CODECS}
     job = replace(small.workload(3), element_bytes=4)
     size = 4.0 * count
-    for codec in LADDER:
+    for codec in RUNGS:
         assert job.wire_bytes(size, codec.name) == codec.wire_bytes(torch.float32, count)
     torch.manual_seed(0)
     for codec in PACKED:  # by their numbers, hence roughly
@@ -202,7 +203,7 @@ def test_what_is_packed_unpacks_to_the_same_bits(codec: Codec, dtype: torch.dtyp
         return
     odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-41, -1e-44])
     tensor[0, :7, 0] = odd.to(dtype)
-    inner = CODECS[codec.name.replace("bf16-lossless", "bf16").replace("lossless", "none")]
+    inner = codec_of(codec.name.replace("bf16-lossless", "bf16").replace("lossless", "none"))
     exact = inner.encode(tensor)
     assert exact is not None
     expected = inner.decode(exact, dtype, tensor.shape)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from meshcee.codec import CODECS, Coder, noise_seed
+from meshcee.codec import Coder, codec_of, noise_seed
 from meshcee.codec.blocks import BLOCK
 from meshcee.codec.coder import SAMPLE_EVERY
 
@@ -28,10 +28,10 @@ def test_ordinary_tensors_stay_on_their_rung_and_the_error_is_reported() -> None
             assert coded is not None
             assert coded[0] == name
         measured = coder.take()
-        assert 0 < measured.error <= CODECS[name].budget
+        assert 0 < measured.error <= codec_of(name).budget
         assert measured.codec == name
         assert measured.raw_bytes == 40 * 4096
-        assert measured.wire_bytes == 40 * CODECS[name].wire_bytes(torch.float32, 1024)
+        assert measured.wire_bytes == 40 * codec_of(name).wire_bytes(torch.float32, 1024)
         assert coder.take().error == 0.0
 
 
@@ -41,7 +41,7 @@ def test_past_the_budget_the_rung_is_left_for_good_with_this_tensor_already() ->
     assert coded is not None
     assert coded[0] == "bf16"
     assert coder.codec == "bf16"
-    assert coder.take().error <= CODECS["bf16"].budget
+    assert coder.take().error <= codec_of("bf16").budget
     later = coder.encode(torch.randn(4 * BLOCK))
     assert later is not None
     assert later[0] == "bf16"
@@ -59,7 +59,7 @@ def test_only_every_so_many_tensors_are_measured() -> None:
 
 def test_all_the_way_up_means_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("int4", "int8", "bf16"):
-        monkeypatch.setattr(CODECS[name], "budget", 0.0)
+        monkeypatch.setattr(codec_of(name), "budget", 0.0)
     coder = Coder("int4", every=1)
     assert coder.encode(torch.randn(BLOCK)) is None
     assert coder.codec == "none"
@@ -74,7 +74,7 @@ def test_what_is_not_finite_climbs_alone() -> None:
     assert coded is not None
     assert coded[0] == "bf16"
     assert coder.codec == "int4"
-    back = CODECS["bf16"].decode(coded[1], tensor.dtype, tensor.shape)
+    back = codec_of("bf16").decode(coded[1], tensor.dtype, tensor.shape)
     assert torch.equal(back.isfinite(), tensor.isfinite())
 
 

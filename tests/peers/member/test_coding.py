@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from meshcee.capture import capture
-from meshcee.codec import CODECS, noise_seed
+from meshcee.codec import codec_of, noise_seed
 from meshcee.errors import NonFiniteLossError, ProtocolError, UsageError
 from meshcee.job import Job
 from meshcee.optim import Optimizer
@@ -113,9 +113,9 @@ def crossings(out: str, back: str, seed: int) -> Callable[[int, torch.Tensor], t
     calls = [0] * (STAGES - 1)
 
     def through(codec: str, tensor: torch.Tensor, noise: int | None) -> torch.Tensor:
-        payload = CODECS[codec].encode(tensor, noise)
+        payload = codec_of(codec).encode(tensor, noise)
         assert payload is not None
-        return CODECS[codec].decode(payload, tensor.dtype, tensor.shape)
+        return codec_of(codec).decode(payload, tensor.dtype, tensor.shape)
 
     def between(i: int, x: torch.Tensor) -> torch.Tensor:
         step, micro = divmod(calls[i], MICROS)
@@ -193,7 +193,7 @@ async def test_fewer_bytes_cross_the_links() -> None:
         measured = trained.reports[0].codecs
         sizes[codec] = sum(m.wire_bytes for boundary, m in measured.items() if boundary[0] == "1")
         assert set(measured) == {"0->1", "1->2", "1->0", "2->1"}
-        assert all((m.error > 0) == (codec != "none") and m.error <= CODECS[codec].budget for m in measured.values())
+        assert all((m.error > 0) == (codec != "none") and m.error <= codec_of(codec).budget for m in measured.values())
         assert trained.reports[0].crossed_bytes == 2 * sizes[codec], "two boundaries of the same size"
     blocks = 2 * MICROS * -(-MICRO * WIDTH // 64)  # activations and gradients of the middle stage
     numbers = 2 * MICROS * MICRO * WIDTH
@@ -217,7 +217,7 @@ async def test_a_report_tells_tokens_and_the_share_of_the_bound() -> None:
 
 async def test_the_guard_steps_back_and_the_neighbours_follow(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("int4", "int8"):
-        monkeypatch.setattr(CODECS[name], "budget", 0.0)
+        monkeypatch.setattr(codec_of(name), "budget", 0.0)
     with structlog.testing.capture_logs() as told:
         trained = await run(make_job(), "int4", "int4")
     expected = await run(make_job(), "bf16", "bf16")
@@ -240,7 +240,7 @@ async def test_an_unknown_codec_is_refused_with_the_offer() -> None:
 
 
 def meta_of(tensor: torch.Tensor, codec: str) -> tuple[list[Any], list[bytearray]]:
-    payload = CODECS[codec].encode(tensor)
+    payload = codec_of(codec).encode(tensor)
     assert payload is not None
     return ["float32", list(tensor.shape), codec], [bytearray(payload.numpy().tobytes())]
 
@@ -296,7 +296,7 @@ async def test_any_bytes_of_the_right_size_decode_to_something() -> None:
     async with Compute() as compute:
         coding = Coding({}, {messages.F: "int4"}, compute, seed=0, stage=1, limit_bytes=1 << 20)
         for name in ("int4", "int8", "bf16"):
-            size = CODECS[name].wire_bytes(torch.float32, 640)
+            size = codec_of(name).wire_bytes(torch.float32, 640)
             noise = bytearray(torch.randint(0, 256, (size,), dtype=torch.uint8).numpy().tobytes())
             (back,) = await coding.values(Frame(messages.F, {"tensors": [["float32", [10, 64], name]]}, [noise]))
             assert back.shape == (10, 64)
