@@ -1,8 +1,7 @@
 """A script of transformers, with `meshcee.hf.Trainer` in the place of its own: LoRA by PEFT on a small Llama.
 
 The idea: only the import and `local=2` (or `join=LINE`) are meshcee's. The model is made here and nothing is downloaded; with
-`AutoModelForCausalLM.from_pretrained(..., attn_implementation="eager")` it is any other. The adapter that was trained is saved,
-loaded back and compared.
+`AutoModelForCausalLM.from_pretrained(...)` it is any other. The adapter that was trained is saved, loaded back and compared.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ def build() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=WINDOW,
-        attn_implementation="eager",  # as for every model with grouped queries and padded texts
     )
     return LlamaForCausalLM(config)
 

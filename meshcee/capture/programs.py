@@ -153,6 +153,7 @@ class Programs:
             rounded = _rounded(given)
             with asked_for_masks() as asked:
                 exported = self._export(wrap, example, samples)
+            asked.put(exported)
             refuse_idle(asked, given.probed[0])
             _refuse_branches(exported.branches, given.probed)
             program, analysis = _cut(exported, job.cuts)

@@ -18,7 +18,6 @@ from meshcee.capture.graph.operators import find_operator
 from meshcee.eager import plain
 from meshcee.errors import CaptureError, UsageError
 from meshcee.events import Event
-from meshcee.job import Job
 from meshcee.reach.modules import into_training
 from tests.capture.exactness import WIDTH, asserted, captured, difference, job_of
 from tests.mutation import breaks, changed
@@ -456,63 +455,3 @@ def test_a_peer_computes_experts_only_over_all_rows(offsets: list[int]) -> None:
 def test_a_size_that_follows_from_values_is_refused_in_words() -> None:
     with pytest.raises(CaptureError, match=r"test_ordinary\.py:\d+ .*size follows from values of the data; use a mask"):
         capture(job_of(Layers(lambda m, h: h + h[torch.where(h[:, 0] > 0)[0]].sum())))
-
-
-@pytest.mark.slow
-def test_a_mask_that_may_mask_nothing_is_refused_where_it_changes_a_sum() -> None:
-    """Grouped keys are repeated where there is a mask, and transformers asks only real tensors whether there is one.
-
-    A text in four is padded here, so that some micro-batches have no padding.
-    """
-    hf = pytest.importorskip("transformers")
-    small = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "intermediate_size": 16,
-        "vocab_size": 20,
-    }
-    config = hf.LlamaConfig(**small, num_key_value_heads=2, num_labels=2, pad_token_id=0, max_position_embeddings=8)
-    torch.manual_seed(1)
-    model = hf.LlamaForSequenceClassification(config)
-    g = torch.Generator().manual_seed(5)
-    ids = [torch.randint(1, 20, (6,), generator=g) for _ in range(24)]
-
-    def job(kept: int | None) -> Job:
-        masks = [(torch.arange(6) < (kept or 0 if i % 4 == 0 else 6)).long() for i in range(24)]
-        given = [{} if kept is None else {"attention_mask": mask} for mask in masks]
-        data = [({"input_ids": row, **mask}, i % 2) for i, (row, mask) in enumerate(zip(ids, given))]
-        return job_of(model, lambda out, y: F.cross_entropy(out.logits, y), data=data)
-
-    for kept in (4, 6):
-        with pytest.raises(
-            CaptureError, match=r"x\.attention_mask masks nothing.*'eager', or leave .* out of data\[i\]"
-        ):
-            capture(job(kept))
-    assert difference(job(None), ["late"]) == ""
-    model.set_attn_implementation("eager")
-    for kept in (4, 6):
-        assert difference(job(kept), ["late"]) == ""
-
-
-@pytest.mark.slow
-def test_a_mask_that_a_window_needs_anyway_is_captured_though_it_masks_nothing() -> None:
-    """Exaone4 makes two masks and its layers here use one: of a sliding window, which stays whatever a sample masks."""
-    hf = pytest.importorskip("transformers")
-    small = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "vocab_size": 20}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_labels": 2, "pad_token_id": 0}
-    g = torch.Generator().manual_seed(5)
-    data = [
-        ({"input_ids": torch.randint(1, 20, (6,), generator=g), "attention_mask": torch.ones(6).long()}, i % 2)
-        for i in range(24)
-    ]
-
-    def job(layers: list[str]) -> Job:
-        config = hf.Exaone4Config(**small, **heads, sliding_window=3, layer_types=layers, max_position_embeddings=8)
-        torch.manual_seed(1)
-        model = hf.Exaone4ForSequenceClassification(config)
-        return job_of(model, lambda out, y: F.cross_entropy(out.logits, y), data=data)
-
-    assert difference(job(["sliding_attention"] * 2), ["late"]) == ""
-    with pytest.raises(CaptureError, match=r"where x\.attention_mask masks nothing"):
-        capture(job(["sliding_attention", "full_attention"]))

@@ -8,13 +8,14 @@ So is any small tensor that forward asks for its numbers, if it follows from fix
 Hugging Face's models leave out a mask that masks nothing. In eager code they ask whether all of it is set, and then call the
 kernel without one; while a graph is made they do not ask. The kernel computes the same bits either way. But with a mask, keys and
 values of grouped queries are repeated before it, and a learned bias of positions in 16 bits is spread over the samples. Their
-gradients then add up in another order. So where that was done, the graph is not what the plain loop computes of a micro-batch
-without padding. Nobody knows whether one will come, so the job is refused.
+gradients then add up in another order. So a stage asks of grouped queries in each micro-batch (meshcee/capture/graph/guards.py).
+A bias in 16 bits is refused: nobody knows whether a micro-batch without padding will come.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import getitem
@@ -28,9 +29,9 @@ from torch.nn.modules import transformer
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from meshcee.capture.export.flatten import LENGTH_MARGIN
+from meshcee.capture.export.flatten import LENGTH_MARGIN, Exported
 from meshcee.capture.export.settings import replaced
-from meshcee.capture.graph import given_to_write
+from meshcee.capture.graph import ATTENTION, Node, given_to_write
 from meshcee.errors import CaptureError
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
 
 _DETECT: Any = transformer._detect_is_causal_mask
 MOST_KNOWN = 1 << 16  # numbers of a tensor
+_IN_SDPA = "integrations/sdpa_attention.py"
 _QUESTIONS = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
 
 
@@ -207,6 +209,7 @@ class Asked:
     def __init__(self) -> None:
         self.unanswered = False
         self.adds_otherwise = False
+        self._grouped = False
         self._needed: list[torch.Tensor] = []  # masks that stay whatever their values, as those of a sliding window
         self._in_doubt = True  # the mask that attention is called with now
 
@@ -231,9 +234,16 @@ class Asked:
         return made
 
     def use(self, use: Callable[..., bool]) -> Callable[..., bool]:
-        def used(mask: Any, *args: Any, **kwargs: Any) -> bool:
-            self._in_doubt = all(mask is not needed for needed in self._needed)
-            return use(mask, *args, **kwargs)
+        def used(mask: Any, key: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+            in_doubt = mask is not None and all(mask is not needed for needed in self._needed)
+            answer = use(mask, key, *args, **kwargs)
+            if answer or not in_doubt or not use(None, key, *args, **kwargs):
+                return answer
+            self.adds_otherwise |= (
+                key.shape[2] == 1 or mask.dtype != torch.bool
+            )  # of one word the queries are regrouped
+            self._grouped = True
+            return True
 
         return used
 
@@ -245,12 +255,31 @@ class Asked:
 
         return spread_out
 
-    def repeat(self, repeat: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def repeated(states: torch.Tensor, times: int) -> torch.Tensor:
-            self.adds_otherwise |= times > 1 and self._in_doubt
-            return repeat(states, times)
+    def put(self, exported: Exported) -> None:
+        """Let a stage ask what was not asked: attention with grouped keys and a mask is written as torch itself takes none."""
+        base, values = len(exported.inputs), [each.value for each in (*exported.inputs, *exported.nodes)]
+        for place, node in enumerate(exported.nodes) if self._grouped else ():
+            if not _is_grouped(node):
+                continue
+            query, key, value, mask = map(node.argument, ("query", "key", "value", "attn_mask"))
+            for number in {key.index, value.index} & set(range(base, len(values))):
+                given = exported.nodes[number - base]
+                if given.operator.name == "aten.to.dtype" and _IN_SDPA in given.at:  # autocast rounds what was repeated
+                    wide = values[given.refs[0]].dtype
+                    exported.nodes[number - base] = dataclasses.replace(
+                        given,
+                        args=(given.args[0], wide, *given.args[2:]),
+                        value=dataclasses.replace(given.value, dtype=wide),
+                    )
+            args = (query, key, value, mask, node.argument("dropout_p", 0.0), True)
+            options = {"scale": node.argument("scale"), "enable_gqa": True}
+            exported.nodes[place] = dataclasses.replace(node, args=args, kwargs=options)
 
-        return repeated
+
+def _is_grouped(node: Node) -> bool:
+    if node.operator.name != ATTENTION or _IN_SDPA not in node.at:
+        return False
+    return node.argument("attn_mask") is not None and bool(node.argument("enable_gqa"))
 
 
 @contextlib.contextmanager
@@ -261,7 +290,6 @@ def asked_for_masks() -> Iterator[Asked]:
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         *((masks, name, noted.question) for name in _QUESTIONS),
         (attention, "use_gqa_in_sdpa", noted.use),
-        (attention, "repeat_kv", noted.repeat),
         (attention, "create_position_bias_mask", noted.bias),
     ]
     with contextlib.ExitStack() as put_back:

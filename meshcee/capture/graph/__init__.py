@@ -5,7 +5,7 @@ capture and no other, so no code of the user's can reach them. `rows` and `draws
 """
 
 from meshcee.capture.graph.analysis import Analysis, analyse, find_recomputed, quiet, resolve, unfolded
-from meshcee.capture.graph.guards import FAILED_ASSERT, teach_shapes
+from meshcee.capture.graph.guards import ATTENTION, FAILED_ASSERT, teach_shapes
 from meshcee.capture.graph.operators import (
     FUNCTION,
     Operator,
@@ -21,6 +21,7 @@ from meshcee.capture.graph.strides import canonical, contiguous, dense, moved, u
 from meshcee.capture.graph.verify import NodeRefused
 
 __all__ = [
+    "ATTENTION",
     "FAILED_ASSERT",
     "FUNCTION",
     "Analysis",

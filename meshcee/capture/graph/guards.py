@@ -3,7 +3,7 @@
 The idea: most kernels look at indices before they follow them, and a few do not. Those few look here: at offsets of experts'
 rows, at labels of a CTC loss, at integers whose quotient no integer holds. torch's own rule for the shape of a product with
 experts also refuses float32, which its kernel takes; so meta tensors get a rule of our own. ASSERT is what asserts on values in
-the user's code become (meshcee/capture/asserts.py).
+the user's code become (meshcee/capture/asserts.py). ATTENTION looks at a mask as transformers does before torch is called.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["ASSERT", "FAILED_ASSERT", "GUARDED", "teach_shapes"]
+__all__ = ["ASSERT", "ATTENTION", "FAILED_ASSERT", "GUARDED", "teach_shapes"]
 
 FAILED_ASSERT = "an assert of the model does not hold"
 ASSERT = "aten._functional_assert_async.msg"
+ATTENTION = "aten.scaled_dot_product_attention.default"
 
 _kept: list[Any] = []  # a registration ends with its library object
 
@@ -135,6 +136,38 @@ def _asserted(holds: torch.Tensor, words: str, token: torch.Tensor) -> torch.Ten
     return made
 
 
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> torch.Tensor:
+    """As torch's. torch takes no mask beside `is_causal`: such a call is one of transformers with grouped keys, which leaves out a
+    mask that masks nothing, or no more than what is later, and repeats keys and values before any other. They come as they were
+    before autocast rounded them.
+    """
+    if attn_mask is None or not is_causal:
+        return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    if attn_mask.dtype != torch.bool or attn_mask.dim() != 4 or not key.dim() == value.dim() == query.dim() == 4:
+        raise ValueError("a mask that may be left out has numbers, or no four dimensions")
+    if _has_values(attn_mask):
+        length, all_set = attn_mask.shape[-1], bool(attn_mask.all())
+        earlier = torch.ones(length, length, dtype=torch.bool, device=attn_mask.device).tril()
+        if all_set or (attn_mask.shape[-2] == length and bool((attn_mask == earlier).all())):
+            key, value = key.to(query.dtype), value.to(query.dtype)
+            return _ATTENTION(query, key, value, None, dropout_p, not all_set, **options)
+    times = query.shape[1] // max(1, key.shape[1])
+    key, value = (
+        each[:, :, None].expand(-1, -1, times, -1, -1).reshape(each.shape[0], -1, *each.shape[2:]).to(query.dtype)
+        for each in (key, value)
+    )
+    return _ATTENTION(query, key, value, attn_mask, dropout_p, False, scale=options.get("scale"))
+
+
+_ATTENTION: Any = torch.ops.aten.scaled_dot_product_attention.default
 _ASSERT: Any = torch.ops.aten._functional_assert_async.msg
 
 
@@ -151,6 +184,7 @@ def _guards() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {
         "aten._grouped_mm.default": _grouped_mm,
         ASSERT: _asserted,
+        ATTENTION: _attention,
     }
     for name in ("IntList", "Tensor"):
         found[f"aten.ctc_loss.{name}"] = _ctc(getattr(aten.ctc_loss, name))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from meshcee.capture.graph.guards import ASSERT
+from meshcee.capture.graph.guards import ASSERT, ATTENTION
 from meshcee.capture.graph.operators import Operator, find_operator
 from meshcee.capture.graph.rules import checked_again
 from meshcee.capture.graph.strides import contiguous
@@ -337,7 +337,7 @@ def is_random(node: Node) -> bool:
     if not node.operator.random:
         return False
     given = node.argument
-    if node.operator.name == "aten.scaled_dot_product_attention.default":
+    if node.operator.name == ATTENTION:
         return bool(given("dropout_p", 0.0))
     names = node.operator.argument_names
     if "train" in names and ("p" in names or "dropout" in names):

@@ -31,8 +31,6 @@ MAX_ELEMENTS = 1 << 40  # of one tensor, at the hint below
 MAX_CALLS = 20_000  # of kernels, by one node
 MAX_RANK = 64  # dimensions on the way to a value; torch itself counts no further
 _HINT = 2  # samples
-# A device makes no table of all pairs, meta tensors do.
-_FUSED = frozenset({"aten.scaled_dot_product_attention.default"})
 _META = torch.device("meta")
 
 
