@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 import meshcee
 from meshcee.callbacks import Control
 from meshcee.eager import plain_steps
-from meshcee.errors import CaptureError, UsageError
+from meshcee.errors import UsageError
 from meshcee.events import Event
 from meshcee.files.home import Home
 from meshcee.hf import Trainer

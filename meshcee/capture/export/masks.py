@@ -257,7 +257,7 @@ class Asked:
 
     def put(self, exported: Exported) -> None:
         """Let a stage ask what was not asked: attention with grouped keys and a mask is written as torch itself takes none."""
-        base, values = len(exported.inputs), [each.value for each in (*exported.inputs, *exported.nodes)]
+        base, values = len(exported.inputs), [x.value for x in exported.inputs] + [n.value for n in exported.nodes]
         for place, node in enumerate(exported.nodes) if self._grouped else ():
             if not _is_grouped(node):
                 continue

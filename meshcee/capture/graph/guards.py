@@ -145,9 +145,10 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """As torch's. torch takes no mask beside `is_causal`: such a call is one of transformers with grouped keys, which leaves out a
-    mask that masks nothing, or no more than what is later, and repeats keys and values before any other. They come as they were
-    before autocast rounded them.
+    """As torch's, which takes no mask beside `is_causal`. Such a call is one of transformers with grouped keys.
+
+    A mask that masks nothing, or no more than what is later, is left out; before any other, keys and values are repeated. Both
+    come as they were before autocast rounded them.
     """
     if attn_mask is None or not is_causal:
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **options)
@@ -167,7 +168,7 @@ def _attention(
     return _ATTENTION(query, key, value, attn_mask, dropout_p, False, scale=options.get("scale"))
 
 
-_ATTENTION: Any = torch.ops.aten.scaled_dot_product_attention.default
+_ATTENTION: Callable[..., torch.Tensor] = torch.ops.aten.scaled_dot_product_attention.default
 _ASSERT: Any = torch.ops.aten._functional_assert_async.msg
 
 
