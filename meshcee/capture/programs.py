@@ -179,7 +179,9 @@ class Programs:
                 with contextlib.suppress(Exception):  # whatever the user's code raises: export says more
                     looked_at = WithLoss(given.model, job, example, evaluate=True, predicts=predicts)
                     wrap.rebound = _watch(looked_at, job, example, given.names).assigned()
-                exported = self._export(wrap, example, samples)
+                with asked_for_masks() as asked:
+                    exported = self._export(wrap, example, samples)
+                asked.put(exported)
                 program = _overlay(exported, training.program)
                 self._refuse_aliases(exported, training.changed)
                 _accepted(program)

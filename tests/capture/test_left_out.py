@@ -34,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 4},
     "Qwen2": {},
     "Qwen3": {},
+    "GPTNeoX": {"head_dim": 2},
     "Exaone4": {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]},
 }
 

@@ -22,6 +22,7 @@ from operator import getitem
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.fx.experimental import proxy_tensor
@@ -204,62 +205,74 @@ def _tried(usual: int) -> Iterable[int]:
 
 
 class Asked:
-    """Whether a model of transformers would have looked at a mask and could not, and did under it what adds up otherwise."""
+    """Which masks of transformers would have been left out if they mask nothing, and what was called with those."""
 
     def __init__(self) -> None:
-        self.unanswered = False
-        self.adds_otherwise = False
-        self._grouped = False
+        self.adds_otherwise = False  # without the mask, and a stage cannot do likewise
+        self._idle: list[torch.Tensor] = []  # masks that are left out where they mask nothing
         self._needed: list[torch.Tensor] = []  # masks that stay whatever their values, as those of a sliding window
-        self._in_doubt = True  # the mask that attention is called with now
+        self._unanswered = False
 
     def question(self, asked: Callable[..., bool]) -> Callable[..., bool]:
         def ask(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
             answer = asked(padding_mask, *args, **kwargs)
-            if padding_mask is not None and not answer and asked(None, *args, **kwargs):
-                self.unanswered = self._in_doubt = True
+            self._unanswered |= padding_mask is not None and not answer and asked(None, *args, **kwargs)
             return answer
 
         return ask
 
     def make(self, make: Callable[..., torch.Tensor | None]) -> Callable[..., torch.Tensor | None]:
         def made(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-            self._in_doubt = False
+            self._unanswered = False
             mask = make(*args, **kwargs)
-            if mask is not None and not self._in_doubt:
-                self._needed.append(mask)
-            self._in_doubt = True
+            if mask is not None:
+                (self._idle if self._unanswered else self._needed).append(mask)
             return mask
 
         return made
 
-    def use(self, use: Callable[..., bool]) -> Callable[..., bool]:
-        def used(mask: Any, key: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-            in_doubt = mask is not None and all(mask is not needed for needed in self._needed)
-            answer = use(mask, key, *args, **kwargs)
-            if answer or not in_doubt or not use(None, key, *args, **kwargs):
-                return answer
-            self.adds_otherwise |= (
-                key.shape[2] == 1 or mask.dtype != torch.bool
-            )  # of one word the queries are regrouped
-            self._grouped = True
-            return True
+    def attend(self, attend: Callable[..., Any]) -> Callable[..., Any]:
+        def attended(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
+            own, use = F.scaled_dot_product_attention, getattr(_attention(), "use_gqa_in_sdpa", None)
+            times = getattr(module, "num_key_value_groups", 1)
+            if (
+                mask is None
+                or kwargs.get("position_bias") is not None
+                or use is None
+                or use(mask, key, value)
+                or not self._in_doubt(mask)
+            ):
+                return attend(module, query, key, value, mask, *args, **kwargs)
+            if not any(mask is one for one in self._idle) or (times > 1 and query.shape[2] == 1):
+                self.adds_otherwise |= times > 1
+                return attend(module, query, key, value, mask, *args, **kwargs)
 
-        return used
+            def marked(*args: Any, **kwargs: Any) -> torch.Tensor:
+                return own(*args, **{**kwargs, "enable_gqa": True})
+
+            with (
+                replaced(F, "scaled_dot_product_attention", marked),
+                replaced(_attention(), "use_gqa_in_sdpa", lambda mask, *rest: use(None, *rest)),
+            ):
+                return attend(module, query, key, value, mask, *args, **kwargs)
+
+        return attended
 
     def bias(self, spread: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def spread_out(bias: torch.Tensor, mask: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-            in_doubt = mask is not None and all(mask is not needed for needed in self._needed)
-            self.adds_otherwise |= in_doubt and bias.requires_grad and bias.itemsize < 4
+            self.adds_otherwise |= self._in_doubt(mask) and bias.requires_grad and bias.itemsize < 4
             return spread(bias, mask, *args, **kwargs)
 
         return spread_out
 
+    def _in_doubt(self, mask: torch.Tensor | None) -> bool:
+        return mask is not None and bool(self._idle) and all(mask is not needed for needed in self._needed)
+
     def put(self, exported: Exported) -> None:
-        """Let a stage ask what was not asked: attention with grouped keys and a mask is written as torch itself takes none."""
+        """Let a stage ask what was not asked: attention with such a mask is written as torch itself takes none."""
         base, values = len(exported.inputs), [x.value for x in exported.inputs] + [n.value for n in exported.nodes]
-        for place, node in enumerate(exported.nodes) if self._grouped else ():
-            if not _is_grouped(node):
+        for place, node in enumerate(exported.nodes) if self._idle else ():
+            if not _is_marked(node):
                 continue
             query, key, value, mask = map(node.argument, ("query", "key", "value", "attn_mask"))
             for number in {key.index, value.index} & set(range(base, len(values))):
@@ -276,7 +289,7 @@ class Asked:
             exported.nodes[place] = dataclasses.replace(node, args=args, kwargs=options)
 
 
-def _is_grouped(node: Node) -> bool:
+def _is_marked(node: Node) -> bool:
     if node.operator.name != ATTENTION or _IN_SDPA not in node.at:
         return False
     return node.argument("attn_mask") is not None and bool(node.argument("enable_gqa"))
@@ -286,28 +299,34 @@ def _is_grouped(node: Node) -> bool:
 def asked_for_masks() -> Iterator[Asked]:
     noted = Asked()
     masks = sys.modules.get("transformers.masking_utils")
-    attention = sys.modules.get("transformers.integrations.sdpa_attention")
+    calls = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         *((masks, name, noted.question) for name in _QUESTIONS),
-        (attention, "use_gqa_in_sdpa", noted.use),
-        (attention, "create_position_bias_mask", noted.bias),
+        (_attention(), "create_position_bias_mask", noted.bias),
     ]
     with contextlib.ExitStack() as put_back:
         for module, name, noting in places:
             if (own := getattr(module, name, None)) is not None:
                 setattr(module, name, noting(own))
                 put_back.callback(setattr, module, name, own)
-        makers = getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", {})
-        if "sdpa" in makers:
-            put_back.callback(makers.__setitem__, "sdpa", makers["sdpa"])
-            makers["sdpa"] = noted.make(makers["sdpa"])
+        for functions, noting in (
+            (getattr(masks, "ALL_MASK_ATTENTION_FUNCTIONS", {}), noted.make),
+            (calls, noted.attend),
+        ):
+            if "sdpa" in functions:
+                put_back.callback(functions.__setitem__, "sdpa", functions["sdpa"])
+                functions["sdpa"] = noting(functions["sdpa"])
         yield noted
+
+
+def _attention() -> Any:
+    return sys.modules.get("transformers.integrations.sdpa_attention")
 
 
 def refuse_idle(noted: Asked, inputs: Iterable[str]) -> None:
     """Raise CaptureError if that makes a difference: a micro-batch may come whose mask masks nothing."""
     name = next((name for name in inputs if name.rpartition(".")[2].endswith("attention_mask")), None)
-    if name is not None and noted.unanswered and noted.adds_otherwise:
+    if name is not None and noted.adds_otherwise:
         raise CaptureError(
             f"where {name} masks nothing, transformers leaves it out and rounds otherwise, which a graph cannot decide; load the "
             "model with attn_implementation='eager', or leave the mask out of data[i] if no sample is padded"

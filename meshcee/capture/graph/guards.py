@@ -145,10 +145,10 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> torch.Tensor:
-    """As torch's, which takes no mask beside `is_causal`. Such a call is one of transformers with grouped keys.
+    """As torch's, which takes no mask beside `is_causal`. Such a call is one of transformers.
 
-    A mask that masks nothing, or no more than what is later, is left out; before any other, keys and values are repeated. Both
-    come as they were before autocast rounded them.
+    A mask that masks nothing, or no more than what is later, is left out; before any other, grouped keys and values are repeated.
+    Both come as they were before autocast rounded them.
     """
     if attn_mask is None or not is_causal:
         return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, **options)
@@ -157,6 +157,7 @@ def _attention(
     if _has_values(attn_mask):
         length, all_set = attn_mask.shape[-1], bool(attn_mask.all())
         earlier = torch.ones(length, length, dtype=torch.bool, device=attn_mask.device).tril()
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
         if all_set or (attn_mask.shape[-2] == length and bool((attn_mask == earlier).all())):
             key, value = key.to(query.dtype), value.to(query.dtype)
             return _ATTENTION(query, key, value, None, dropout_p, not all_set, **options)
