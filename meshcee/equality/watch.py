@@ -56,6 +56,7 @@ class Watch:
         self._before = _Reached(model, loss, spared)
         self._grads = [(tensor, tensor.grad) for tensor in self._before.of_modules.values() if tensor.is_leaf]
         self._generators = [(put, look()) for look, put in _GENERATORS.values()]
+        self._weights: list[tuple[torch.Tensor, Any]] = []  # as they were before the first move
 
     def look(self) -> dict[str, Slot]:
         """Everything as it is now."""
@@ -70,14 +71,17 @@ class Watch:
     def move(self) -> None:
         """Other weights than the first ones."""
         self.moved, drawn = True, torch.Generator().manual_seed(0)
+        self._weights = self._weights or [(weight, digest(weight)) for weight in self._model.parameters()]
         with torch.no_grad():
             for parameter in self._model.parameters():
                 if parameter.requires_grad and parameter.is_floating_point():
                     parameter.add_((torch.rand(parameter.shape, generator=drawn) * MOVES).to(parameter.dtype))
 
     def restore(self) -> None:
-        """The first weights, and all else as it was."""
+        """The first weights, and all else as it was. RuntimeError, a bug of ours, where a weight is another one."""
         self._before.put_back()
+        if any(digest(weight) != first for weight, first in self._weights):
+            raise RuntimeError("the look before the first step has not put back a weight of the model")
         for tensor, grad in self._grads:
             tensor.grad = grad
         for put, state in self._generators:

@@ -66,6 +66,8 @@ class Remembered:
         self._names: set[str] = set()  # that the code uses which is reached
         self._methods: dict[type, list[Any]] = {}
         self._codes: list[Any] = []  # of the functions that are reached
+        self._of_model = set(map(id, model.modules()))
+        self._others = collections.Counter[str]()  # modules beside the model's, by what they are called
         for name, module in model.named_modules():
             self._module(name, module)
         of_model = set(self.values)
@@ -211,9 +213,11 @@ class Remembered:
         if len(self.values) > self.most_values or depth > _DEPTH:
             return
         item = look()
+        if id(item) in self._of_model:  # has a name of its own
+            return
         if line:
             self.lines[place] = line
-        if not isinstance(item, _SCALARS):
+        if not isinstance(item, (*_SCALARS, nn.Module)):
             if id(item) in self._seen:
                 return
             self._seen.add(id(item))
@@ -243,7 +247,11 @@ class Remembered:
             self._visit(place, functools.partial(_same, item.__wrapped__), depth, line)
         elif isinstance(item, nn.Module):
             for name, module in item.named_modules():
-                self._module(name or type(item).__name__, module)
+                if id(module) not in self._seen and id(module) not in self._of_model:
+                    called = f"{type(item).__name__} {name}".rstrip()
+                    self._others[called] += 1
+                    self._alive.append(module)
+                    self._module(called if self._others[called] == 1 else f"{called} ({self._others[called]})", module)
         elif isinstance(item, type):
             self._class(item, depth)
         else:
