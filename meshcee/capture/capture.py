@@ -210,7 +210,10 @@ def _capture(job: Job, evaluate: bool | None, predicts: bool) -> Capture:
             )
         raise UsageError(f"the model is on {elsewhere[0]}; give it on the CPU: model.cpu()")
     if sparse := next((n for n, t in tensors.items() if t.layout != torch.strided), None):
-        raise CaptureError(f"{sparse!r} is sparse, and graphs have dense tensors only: register {sparse}.to_dense()")
+        raise CaptureError(
+            f"{sparse!r} is sparse, and graphs have dense tensors only: register {sparse}.to_dense(), in "
+            f"a class that is not yours by model.{sparse} = model.{sparse}.to_dense()"
+        )
     widens = job.precision == "bf16" and any(t.dtype in HALVES for t in tensors.values())
     layout = {
         n: (torch.float32 if widens and t.dtype in HALVES else t.dtype, tuple(t.shape)) for n, t in tensors.items()

@@ -455,3 +455,64 @@ def test_a_peer_computes_experts_only_over_all_rows(offsets: list[int]) -> None:
 def test_a_size_that_follows_from_values_is_refused_in_words() -> None:
     with pytest.raises(CaptureError, match=r"test_ordinary\.py:\d+ .*size follows from values of the data; use a mask"):
         capture(job_of(Layers(lambda m, h: h + h[torch.where(h[:, 0] > 0)[0]].sum())))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda h: h.new_ones(WIDTH, WIDTH),
+        lambda h: h.new_full((WIDTH, WIDTH), 2),
+        lambda h: h.new_zeros(WIDTH, WIDTH) + 1,
+        lambda h: torch.ones_like(h[:1].expand(WIDTH, WIDTH)),
+    ],
+    ids=["new_ones", "new_full", "new_zeros", "ones_like"],
+)
+def test_a_branch_on_numbers_that_are_made_like_others_is_taken(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """As Transformer-XL's mask."""
+
+    def masked(m: Any, h: torch.Tensor) -> torch.Tensor:
+        mask = torch.triu(make(h), diagonal=1).bool()
+        return h @ h.new_ones(WIDTH, WIDTH).masked_fill(mask, 0.0) if mask.any() else h
+
+    assert difference(job_of(Layers(masked)), ["late"]) == ""
+
+
+def test_a_constant_that_is_asked_for_its_type_alone_is_no_obstacle() -> None:
+    """As pytorch-ssim does, by `.data`, of which nothing is left in the graph."""
+    window = torch.ones(WIDTH)
+
+    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weights = window if window.data.type() == out.data.type() else window.type_as(out)
+        return ((out - y).pow(2) * weights).mean()
+
+    assert difference(job_of(Layers(lambda m, h: h), loss), ["late"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("ordinary", "said"),
+    [
+        (lambda m, h: h if torch.equal(h, h.clone()) else -h, "torch.equal.* looks at the values.*ask `a is b`"),
+        (lambda m, h: torch.where((h > 0).to(torch.uint8), h, -h), r"write mask\.bool\(\)"),
+    ],
+    ids=["equal", "uint8"],
+)
+def test_words_of_what_looks_at_values(ordinary: Callable[[Any, torch.Tensor], torch.Tensor], said: str) -> None:
+    with pytest.raises(CaptureError, match=said):
+        capture(job_of(Layers(ordinary)))
+
+
+def test_words_of_the_adaptive_softmax_are_followed() -> None:
+    class Words(nn.Module):
+        def __init__(self, by_hand: bool) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.AdaptiveLogSoftmaxWithLoss(WIDTH, 20, [5, 10], 2.0)
+            self.by_hand = by_hand
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            h = self.first(x)
+            return F.nll_loss(self.last.log_prob(h), y) if self.by_hand else self.last(h, y).loss  # type: ignore[no-any-return]
+
+    data = [((torch.randn(WIDTH), i % 20), 0) for i in range(24)]
+    with pytest.raises(CaptureError, match=r"write torch\.nn\.functional\.nll_loss\(adaptive\.log_prob\(h\), y\)"):
+        capture(job_of(Words(False), lambda out, y: out, data=data))
+    assert difference(job_of(Words(True), lambda out, y: out, data=data), ["late"]) == ""

@@ -162,6 +162,8 @@ def _computed(nodes: Mapping[torch.fx.Node, Any], sizes: Mapping[Any, int]) -> M
             elif node.op == "get_attr":
                 held[node] = fixed.clone()
             else:
+                if _is_new(node):
+                    held.setdefault(node.args[0], _empty_like(node.args[0]))  # type: ignore[arg-type]
                 args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), held.__getitem__)
                 held[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return held
@@ -175,7 +177,7 @@ def _from_sizes(tracer: Any, mask: torch.fx.Node) -> dict[torch.fx.Node, torch.T
         fixed = getattr(tracer.root, node.target, None) if node.op == "get_attr" else None
         operator = node.target if isinstance(node.target, torch._ops.OpOverload) else None
         written = set(tree_leaves(given_to_write(operator, node.args, node.kwargs))) if operator is not None else set()
-        given = [arg in found for arg in node.all_input_nodes]
+        given = [arg in found for arg in node.all_input_nodes if not _is_new(node) or arg is not node.args[0]]
         drawn = operator is not None and torch.Tag.nondeterministic_seeded in operator.tags
         computes = (operator is not None and not drawn) or node.target is getitem  # one of several results
         if _is_size(node) or type(fixed) is torch.Tensor or (computes and all(given)):
@@ -186,6 +188,25 @@ def _from_sizes(tracer: Any, mask: torch.fx.Node) -> dict[torch.fx.Node, torch.T
     for node in reversed(list(found)):
         needed |= set(node.all_input_nodes) if node in needed and not _is_size(node) else set()
     return {node: fixed for node, fixed in found.items() if node in needed}
+
+
+def _is_new(node: torch.fx.Node) -> bool:
+    """Whether it takes of its input only what is no number: its type, and its sizes where these are fixed."""
+    if (
+        not isinstance(node.target, torch._ops.OpOverload)
+        or not node.args
+        or not isinstance(node.args[0], torch.fx.Node)
+    ):
+        return False
+    kind, given = node.target._opname, node.args[0].meta.get("val")
+    fixed = isinstance(given, torch.Tensor) and all(type(size) is int for size in given.shape)
+    return kind in ("new_ones", "new_zeros", "new_full") or (fixed and kind in ("ones_like", "zeros_like", "full_like"))
+
+
+def _empty_like(node: Any) -> torch.Tensor:
+    given = node.meta["val"]
+    fixed = all(type(size) is int for size in given.shape)
+    return torch.empty(given.shape if fixed else (0,), dtype=given.dtype)
 
 
 def _is_size(node: torch.fx.Node) -> bool:

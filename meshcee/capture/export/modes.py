@@ -41,8 +41,13 @@ def flat() -> Iterator[None]:
 
     It keeps no converted weights, and nodes say whether torch does.
     """
-    from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass  # they load sympy
+    from torch._export.passes import (  # they load sympy
+        lift_constants_pass,
+        replace_autocast_with_hop_pass,
+        replace_set_grad_with_hop_pass,
+    )
 
+    unused = lift_constants_pass._unused_constant
     keeps = torch.is_autocast_cache_enabled()
     try:
         with contextlib.ExitStack() as patches:
@@ -52,6 +57,7 @@ def flat() -> Iterator[None]:
                 (torch, "is_autocast_cache_enabled", lambda: keeps),
                 (torch, "set_autocast_cache_enabled", lambda _: _KEEPS(False)),
                 (torch.autocast, "__init__", _begun),
+                (lift_constants_pass, "_unused_constant", lambda node: unused(node) if node.users else [node]),
                 (replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", lambda *given: given),
                 (replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", lambda *given: given),
             ):

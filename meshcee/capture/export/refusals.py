@@ -126,20 +126,17 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
         "say how many: one_hot(x, N)",
     ),
     (
-        r"Expected op to be '=='",
-        "a size follows from a part of the number of samples",
-        RANKS,
+        r"\brow_indices\b",
+        "nn.AdaptiveLogSoftmaxWithLoss takes as many rows as the data say",
+        "write torch.nn.functional.nll_loss(adaptive.log_prob(h), y)",
     ),
+    (r"Expected op to be '=='", "a size follows from a part of the number of samples", RANKS),
     (
         r"The only supported seed types are",
         "Python's generator is seeded with a tensor",
         "leave this choice by chance out, or draw with torch.rand and choose by torch.where",
     ),
-    (
-        r"\bbincount\(",
-        "torch.bincount asks the values how many numbers it makes",
-        COUNTED,
-    ),
+    (r"\bbincount\(", "torch.bincount asks the values how many numbers it makes", COUNTED),
     (
         r"data-dependent|unbacked|GuardOnDataDependent",
         "a Python number or a branch is made from the values of a tensor",
@@ -176,9 +173,10 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
     (r"SyntaxError.*proxy_tensor", "torch.export has no words for x.random_(first, end)", "draw by torch.randint"),
     (
         r"aten\.equal",
-        "a function of torch asks whether two tensors are equal, as torch.cov does, and looks at their values",
-        "write out what it computes: d = x - x.mean(1, keepdim=True), and then d @ d.T / (x.shape[1] - 1)",
+        "torch.equal, or a function of torch that calls it, as torch.cov does, looks at the values of two tensors",
+        "ask `a is b`; for torch.cov(x) write d = x - x.mean(1, keepdim=True), and then d @ d.T / (x.shape[1] - 1)",
     ),
+    (r"expected predicate to be bool", None, "write mask.bool()"),
     (r"type SymInt which has no callable", "numpy computes with a size", COUNT),
     (
         r"unhashable type: .*SymInt",
@@ -205,7 +203,7 @@ _ADVICE: tuple[tuple[str, str | None, str], ...] = (
 )
 _BY_VALUE = "data-dependent|unbacked|GuardOnDataDependent"
 _CONFIGURED = 4  # the first entries of _ADVICE say what a library's user can do too
-_ONLY_BY_VALUE = 7  # the first entries of _ADVICE tell what the line is about, and say so only of what values decide
+_ONLY_BY_VALUE = 8  # the first entries of _ADVICE tell what the line is about, and say so only of what values decide
 
 
 def explain(error: BaseException, sizes: Watched | None = None) -> CaptureError:
@@ -415,7 +413,12 @@ _KNOWN = (
         "a number of a Beta or Dirichlet distribution is drawn{}, for which peers have no operator",
         "draw it in data[i] or Job.collate, as mixup's lambda, and give it with x or y",
     ),
-    ("embedding", "sparse", "an nn.Embedding makes sparse gradients{}", "sparse=False trains the same"),
+    (
+        "embedding",
+        "sparse",
+        "an nn.Embedding makes sparse gradients{}",
+        "with sparse=False the same numbers are added up in another order",
+    ),
 )
 
 
