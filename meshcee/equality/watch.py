@@ -56,7 +56,7 @@ class Watch:
         self._before = _Reached(model, loss, spared)
         self._grads = [(tensor, tensor.grad) for tensor in self._before.of_modules.values() if tensor.is_leaf]
         self._generators = [(put, look()) for look, put in _GENERATORS.values()]
-        self._weights: list[tuple[torch.Tensor, Any]] = []  # as they were before the first move
+        self._weights = [(weight, digest(weight)) for weight in model.parameters() if id(weight) not in spared]
 
     def look(self) -> dict[str, Slot]:
         """Everything as it is now."""
@@ -71,7 +71,6 @@ class Watch:
     def move(self) -> None:
         """Other weights than the first ones."""
         self.moved, drawn = True, torch.Generator().manual_seed(0)
-        self._weights = self._weights or [(weight, digest(weight)) for weight in self._model.parameters()]
         with torch.no_grad():
             for parameter in self._model.parameters():
                 if parameter.requires_grad and parameter.is_floating_point():

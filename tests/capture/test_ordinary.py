@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgpack
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,10 +14,11 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import meshcee
-from meshcee.capture import Free, capture
+from meshcee.capture import Free, capture, decode_program, encode_program
 from meshcee.capture.graph.operators import find_operator
+from meshcee.config import Limits
 from meshcee.eager import plain
-from meshcee.errors import CaptureError, UsageError
+from meshcee.errors import CaptureError, GraphError, UsageError
 from meshcee.events import Event
 from meshcee.reach.modules import into_training
 from tests.capture.exactness import WIDTH, asserted, captured, difference, job_of
@@ -455,6 +457,44 @@ def test_a_peer_computes_experts_only_over_all_rows(offsets: list[int]) -> None:
 def test_a_size_that_follows_from_values_is_refused_in_words() -> None:
     with pytest.raises(CaptureError, match=r"test_ordinary\.py:\d+ .*size follows from values of the data; use a mask"):
         capture(job_of(Layers(lambda m, h: h + h[torch.where(h[:, 0] > 0)[0]].sum())))
+
+
+def state_space(m: Layers, h: torch.Tensor) -> torch.Tensor:
+    """As S4D: a kernel of complex exponentials, and a convolution by Fourier."""
+    decay = -torch.exp(m.a.bias) + 1j * m.b.bias
+    kernel = (torch.exp(decay[:, None] * torch.arange(WIDTH)) * (2 - 1j)).sum(0)
+    both = torch.fft.rfft(h, n=2 * WIDTH) * torch.fft.rfft(2 * kernel.real, n=2 * WIDTH)
+    return torch.fft.irfft(both, n=2 * WIDTH)[..., :WIDTH]
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        state_space,
+        lambda m, h: ((h + 1j) ** 2).real / (h - 2j).abs(),
+        lambda m, h: torch.where(h > 0, h, 1j).abs() + torch.add(h + 0j, h, alpha=2j).imag,
+        lambda m, h: (h * torch.full((WIDTH,), 1j)).imag,
+    ],
+    ids=["state space", "powers", "where", "full"],
+)
+def test_complex_numbers_of_python(then: Then) -> None:
+    assert difference(job_of(Layers(then)), ["late"]) == ""
+
+
+@pytest.mark.parametrize("wrong", [[1.0], [1.0, 2.0, 3.0], [1, 2], ["1", 2.0], {"r": 0}, None])
+def test_what_comes_as_a_complex_number_and_is_none(wrong: Any) -> None:
+    document = msgpack.unpackb(encode_program(capture(job_of(Layers(lambda m, h: (h + 1j).abs()))).train))
+    graph = msgpack.packb(_with(document, wrong))
+    with pytest.raises(GraphError):
+        decode_program(graph, Limits(graph_bytes=len(graph)))
+
+
+def _with(document: Any, wrong: Any) -> Any:
+    if isinstance(document, dict):
+        return {
+            key: wrong if key == "c" and value == [0.0, 1.0] else _with(value, wrong) for key, value in document.items()
+        }
+    return [_with(value, wrong) for value in document] if isinstance(document, list) else document
 
 
 @pytest.mark.parametrize(

@@ -398,17 +398,14 @@ class _Flattener:
             return self.numbers[argument]
         if isinstance(argument, tuple | list):
             return [self._argument(a, node) for a in argument]
-        if isinstance(argument, bool | int | float | str | torch.dtype | torch.layout | torch.memory_format | None):
+        if isinstance(
+            argument, bool | int | float | complex | str | torch.dtype | torch.layout | torch.memory_format | None
+        ):
             return argument
         if isinstance(argument, torch.device):
             return argument
-        advice = (
-            "write a complex number as a tensor, by torch.polar or torch.complex"
-            if isinstance(argument, complex)
-            else _INSTEAD
-        )
         said = f"argument {argument!r} of {node.target}{where(node)} cannot be sent to a peer"
-        raise CaptureError(f"{said}; {instead(where(node), advice)}")
+        raise CaptureError(f"{said}; {instead(where(node), _INSTEAD)}")
 
     def _value(self, held: Any, name: str, maker: str = "there is", place: Place = Place()) -> Value:  # noqa: B008
         if isinstance(held, torch.Tensor):

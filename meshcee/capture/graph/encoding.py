@@ -268,6 +268,8 @@ def _encode_argument(argument: Any) -> Any:
         return {"l": str(argument).removeprefix("torch.")}
     if isinstance(argument, Program):
         return _document(argument)
+    if isinstance(argument, complex):
+        return {"c": [argument.real, argument.imag]}
     if isinstance(argument, torch.device):
         return {"d": 0}  # the device of the stage, whichever it is
     return argument
@@ -298,6 +300,8 @@ def _argument(encoded: Any, number: int, depth: int) -> Any:
             return _FORMATS[what]
         if tag == "l":
             return _LAYOUTS[what]
+        if tag == "c" and isinstance(what, list) and [type(part) for part in what] == [float, float]:
+            return complex(*what)
         if tag == "d":
             return torch.device("cpu")
     raise GraphError("a graph holds an argument of an unknown type")

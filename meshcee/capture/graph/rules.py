@@ -7,7 +7,7 @@ name. A word must be on a list. A few kernels trust shapes: the shapes for these
 
 from __future__ import annotations
 
-import math
+import cmath
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -111,16 +111,16 @@ def _check(operator: str, name: str, kind: str, value: Any) -> None:
 def _one(operator: str, name: str, kind: str, value: Any) -> None:
     """One value of one of the types that a schema may name."""
     if kind == "Tensor":
-        good = isinstance(value, torch.Tensor | int | float)
+        good = isinstance(value, torch.Tensor | int | float | complex)
     elif kind in ("int", "SymInt"):
         good = type(value) is int
         least, most = _INTEGERS_OF.get(operator, {}).get(name) or _INTEGERS.get(name, (0, -1))
         if good and not least <= value <= most:
             raise GraphError(f"its {name} is {value}, not between {least} and {most}")
     elif kind in ("number", "float"):
-        good = isinstance(value, int | float)
+        good = isinstance(value, int | float | (complex if kind == "number" else float))
         free = name in _NOT_FINITE if kind == "float" else not operator.startswith(_FINITE)
-        if good and not free and not math.isfinite(value):
+        if good and not free and not cmath.isfinite(value):
             raise GraphError(f"its {name} is {value}, which is not finite")
     elif kind == "bool":
         good = isinstance(value, bool)
