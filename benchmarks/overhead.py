@@ -35,9 +35,9 @@ from sized import LARGE, SIZED
 
 from meshcee.capture import Capture, capture, stack
 from meshcee.job import Job, seeded
+from meshcee.optim import HyperSchedule
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.role import Place, StageFlops
-from meshcee.sampling.hyper import HyperSchedule
 from meshcee.sampling.order import draw, read
 from meshcee.stage.runner import StageRunner
 from peers.cli.session import load_job

@@ -72,11 +72,12 @@ class Remembered:
             self._module(name, module)
         of_model = set(self.values)
         self._visit("the loss", lambda: loss, 0, "")
-        self._of_loss, self._loss = self.values.keys() - of_model, f"the loss {getattr(loss, '__name__', '')}".rstrip()
+        self._loss = f"the loss {getattr(loss, '__name__', '')}".rstrip(), self.values.keys() - of_model
 
     def who_changes(self, place: str) -> str:
         """Whose code has this place within reach."""
-        return self._loss if place in self._of_loss else "forward"
+        words, places = self._loss
+        return words if place in places else "forward"
 
     def line_at(self, place: str) -> str:
         """ " at FILE:LINE" of what changes this place, as far as code tells; "" where nobody knows."""

@@ -1,12 +1,11 @@
 """Which samples a step sees and how each is read: the part of the promise that surrounds the model.
 
-The order of samples, the generators around each read, batches from samples, what was fed before, the optimizer's options of
-each step. The owner and the plain loop share this room; members never see a dataset. What few jobs need is imported by name.
+The order of samples, the generators around each read, batches from samples, and what was fed before. The owner and
+the plain loop share this room; members never see a dataset. What few jobs need is imported by name.
 """
 
 from meshcee.sampling.again import FED, Reading, repeats, unrepeatable
 from meshcee.sampling.data import batch_of, batched, call_model, inputs_of, rebuild, stack
-from meshcee.sampling.hyper import HyperSchedule, scheduled
 from meshcee.sampling.order import GENERATORS, KERNELS, NO_STEP, collated, draw, generators_put_back, read
 from meshcee.sampling.source import (
     Source,
@@ -25,7 +24,6 @@ __all__ = [
     "GENERATORS",
     "KERNELS",
     "NO_STEP",
-    "HyperSchedule",
     "Reading",
     "Source",
     "batch_of",
@@ -45,7 +43,6 @@ __all__ = [
     "read",
     "rebuild",
     "repeats",
-    "scheduled",
     "source_of",
     "stack",
     "unrepeatable",

@@ -17,8 +17,8 @@ from meshcee.capture import Capture, Value
 from meshcee.codec import Coder, accepted, noise_seed
 from meshcee.errors import UsageError
 from meshcee.job import Job, seed_of, shares_of
-from meshcee.optim import Optimizer
-from meshcee.sampling import NO_STEP, HyperSchedule, source_of
+from meshcee.optim import HyperSchedule, Optimizer
+from meshcee.sampling import NO_STEP, source_of
 from meshcee.stage.runner import Rng, StageRunner, clip_coefficient
 from meshcee.stage.tensors import pack, unpack
 

@@ -25,11 +25,11 @@ from meshcee.capture.unread import ReadsTold, unread
 from meshcee.errors import JoinError, MeshceeError, ProtocolError, UsageError
 from meshcee.events import Event
 from meshcee.job import At, Job, shares_of
+from meshcee.optim import HyperSchedule
 from meshcee.plan import Plan, Stage
 from meshcee.role import loss_shares, rows_of
 from meshcee.sampling import (
     NO_STEP,
-    HyperSchedule,
     Reading,
     batch_of,
     few_of,

@@ -24,7 +24,8 @@ from meshcee.fields import unpack
 from meshcee.figures import MAX_SIZES, BlockTimes, DeviceProfile, JobCosts, as_run
 from meshcee.figures.kernels import KernelClass
 from meshcee.job import Job
-from meshcee.sampling import few_of, probes, scheduled
+from meshcee.optim import scheduled
+from meshcee.sampling import few_of, probes
 from meshcee.stage import optimizer_layout, why_one_pipeline
 from peers.device import capability, versions
 from peers.mesh_view import MeshView

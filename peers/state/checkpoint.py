@@ -39,8 +39,8 @@ from meshcee.files import disk, dumps, loads
 from meshcee.files.home import Run
 from meshcee.files.tensor_files import Layout, OnDemand, byte_view, head_of
 from meshcee.job import Job
+from meshcee.optim.digests import rate_digests, some_rates
 from meshcee.sampling import order_digest
-from meshcee.sampling.hyper import rate_digests, some_rates
 from meshcee.stage import AVERAGE
 
 __all__ = [

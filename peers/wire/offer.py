@@ -22,10 +22,9 @@ from meshcee.codec import codec_of
 from meshcee.errors import PlanError, ProtocolError
 from meshcee.fields import Finite, NotNegative, plain, read, unpack
 from meshcee.job import Job
-from meshcee.optim import Optimizer
+from meshcee.optim import Optimizer, scheduled
 from meshcee.plan import Epoch, Plan, Stage, Term
 from meshcee.role import Place, StageFlops, Sum
-from meshcee.sampling import scheduled
 from meshcee.stage import Boundaries, StageRunner, check_pipelines, optimizer_layout
 from peers.transport import Frame
 from peers.wire import messages

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from meshcee.errors import UsageError
 from meshcee.hf.arguments import check, optimizer_of, patterns, rate_after, schedule_of, steps_of
-from meshcee.sampling import HyperSchedule
+from meshcee.optim import HyperSchedule
 from tests.hf.tiny import arguments, llama
 
 transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")

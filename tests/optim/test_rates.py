@@ -18,8 +18,8 @@ from torch import nn
 
 from meshcee.errors import UsageError
 from meshcee.optim import Optimizer
+from meshcee.optim.hyper import HyperSchedule, scheduled
 from meshcee.optim.rates import Schedule
-from meshcee.sampling.hyper import HyperSchedule, scheduled
 from meshcee.stage import optimizer_layout
 
 
@@ -116,7 +116,7 @@ def test_a_schedule_that_goes_back_and_on_gives_the_same_bits(name: str, steps: 
         Optimizer("SGD", lr=0.1, momentum=0.9, groups={"*.bias": {"lr": 0.01}}),
         Schedule(name.partition(" ")[0], **SCHEDULES[name]),
     )
-    with mock.patch("meshcee.sampling.hyper.KEPT_EVERY", 8), mock.patch("meshcee.sampling.hyper.MOST_KEPT", 3):
+    with mock.patch("meshcee.optim.hyper.KEPT_EVERY", 8), mock.patch("meshcee.optim.hyper.MOST_KEPT", 3):
         straight, jumping = HyperSchedule(optimizer, schedule), HyperSchedule(optimizer, schedule)
         expected = [straight.at(step) for step in range(121)]
         assert [jumping.at(step) for step in steps] == [expected[step] for step in steps]
@@ -136,7 +136,7 @@ def test_a_schedule_that_ends_before_the_job_is_found_at_once_however_many_steps
     )
     with pytest.raises(UsageError, match=r"after step 51 failed.*IndexError"):
         HyperSchedule(optimizer, table).check(90)
-    with mock.patch("meshcee.sampling.hyper.LOOK_S", 0.01):
+    with mock.patch("meshcee.optim.hyper.LOOK_S", 0.01):
         HyperSchedule(optimizer, Schedule("CosineAnnealingLR", T_max=1000)).check(10**7)
 
 

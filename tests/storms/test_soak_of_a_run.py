@@ -16,8 +16,8 @@ from benchmarks.storm_job import MICRO, captured_job, job_of
 from benchmarks.virtual_chaos import quick_planning, stormy
 from meshcee.eager import plain
 from meshcee.files.home import Home, Run
+from meshcee.optim import HyperSchedule
 from meshcee.optim.rates import Schedule
-from meshcee.sampling import HyperSchedule
 from tests.rig.virtual_time import quiet, run
 
 WIDTH = 256  # figures in a sample: a step is fed 8 KiB
@@ -73,7 +73,7 @@ def test_an_epoch_takes_no_longer_to_begin_the_later_it_is(tmp_path: Path, monke
     kept_every, lost = 4, (8, 14)
     job = replace(job_of(steps=20), schedule=Schedule("CosineAnnealingLR", T_max=20))
     expected = plain(job, micro_batch=MICRO).losses
-    monkeypatch.setattr("meshcee.sampling.hyper.KEPT_EVERY", kept_every)
+    monkeypatch.setattr("meshcee.optim.hyper.KEPT_EVERY", kept_every)
     counted = Counted(monkeypatch)
 
     async def story() -> None:
