@@ -49,6 +49,14 @@ class Event(StrEnum):
         "a callback reads weights of the model, which are here as they were before the first step: for an average take Job(ema=), "
         "for an evaluation Job(eval_data=), for the newest weights a checkpoint"
     )
+    WHOLE_BATCHES = (
+        "the loss of a batch is not what the losses of its parts add up to, so a step has one micro-batch, as a loop without "
+        "accumulation: say micro_batch_size for smaller ones, what a mean counts with weight=, or reduction='sum'"
+    )
+    ADDS_UP = (
+        "the loss adds up over samples, and a micro-batch counts by its share of the batch, as means do: say reduction='sum' to "
+        "have all count whole"
+    )
     WEIGHTS_WRITTEN = (
         "weights of the model were written while the run goes on: peers train weights of their own, and what was written changes "
         "none of these"

@@ -9,7 +9,7 @@ from meshcee.equality.blame import blamed, refuse_failing
 from meshcee.equality.checking import STAGES, Checked, check, refuse
 from meshcee.equality.net import examine
 from meshcee.equality.sizes import cuts_of, sizes_of
-from meshcee.equality.trial import check_sharing, why_not_shared
+from meshcee.equality.trial import check_sharing, in_whole_batches, why_not_shared
 
 __all__ = [
     "STAGES",
@@ -19,6 +19,7 @@ __all__ = [
     "check_sharing",
     "cuts_of",
     "examine",
+    "in_whole_batches",
     "refuse",
     "refuse_failing",
     "sizes_of",

@@ -34,7 +34,7 @@ from meshcee.equality.lengths import Pass, parted, shortest_and_longest
 from meshcee.equality.lines import line_that
 from meshcee.equality.metrics import try_data, try_metrics
 from meshcee.equality.recorder import Call, Recorder, tensors_in, unlike, unlike_backwards, values_of
-from meshcee.equality.sizes import Cut, machine_flops_per_s
+from meshcee.equality.sizes import Cut, forward_s
 from meshcee.equality.watch import Slot, Watch, digest, same
 from meshcee.errors import MeshceeError, UnequalError, UsageError
 from meshcee.files import large_apart, limits
@@ -58,7 +58,6 @@ MEMORY_SHARE = 0.8  # of what is free
 COPIES = 4  # of the model's state: what is put back, the stages', and both sides' gradients
 BLOCKS = 3  # largest blocks that a model takes which is run block by block: as made, laid out, and while it is made
 BACKWARD = 2.0  # what a backward pass takes, in forward passes
-UTILISATION = 0.5  # of the speed of a matrix product, by a whole model
 LEAST_S = 1.0  # for models whose capture takes no time
 
 
@@ -226,7 +225,7 @@ class Net:
 
     def _one_s(self) -> float:
         """A sample's forward pass."""
-        return sum(cost.flops for cost in self.captured.costs) / (UTILISATION * machine_flops_per_s())
+        return forward_s(self.captured)
 
     def _forward_only(self, size: int) -> None:
         """Compares as many samples of a model that does not fit as the budget allows."""

@@ -6,12 +6,14 @@ import time
 
 import torch
 
+from meshcee.capture import Capture
 from meshcee.plan import Plan
 from meshcee.role import rows_of
 
-__all__ = ["Cut", "cuts_of", "machine_flops_per_s", "sizes_of"]
+__all__ = ["Cut", "cuts_of", "forward_s", "sizes_of"]
 
 Cut = tuple[tuple[int, int], ...]
+UTILISATION = 0.5  # of the speed of a matrix product, by a whole model
 
 
 def sizes_of(plan: Plan) -> list[int]:
@@ -30,11 +32,12 @@ def cuts_of(plan: Plan) -> list[Cut]:
     return list(dict.fromkeys(tuple((s.first, s.end) for s in p.stages) for p in plan.pipelines))
 
 
-def machine_flops_per_s() -> float:
-    """Of this machine's matrix products, in some 10 ms."""
+def forward_s(captured: Capture) -> float:
+    """A sample's forward pass here, by the speed of this machine's matrix products, which is measured in some 10 ms."""
     x = torch.ones(384, 384)
     x @ x
     start_s = time.perf_counter()
     for _ in range(3):
         x @ x
-    return 3 * 2 * 384**3 / max(time.perf_counter() - start_s, 1e-6)
+    flops_per_s = 3 * 2 * 384**3 / max(time.perf_counter() - start_s, 1e-6)
+    return sum(cost.flops for cost in captured.costs) / (UTILISATION * flops_per_s)

@@ -11,21 +11,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import structlog
 import torch
 
 from meshcee.capture import Capture, Program, StageSpec
 from meshcee.capture.graph.draws import whole_draws
 from meshcee.capture.graph.rows import divided, why_unsplit
-from meshcee.errors import PlanError
-from meshcee.job import Job
+from meshcee.equality.sizes import forward_s
+from meshcee.errors import MeshceeError, PlanError
+from meshcee.events import Event
+from meshcee.files import limits
+from meshcee.job import At, Job
 from meshcee.plan import Member, Pipeline, Plan, Stage
 from meshcee.role import Piece, loss_shares, rows_of
 from meshcee.sampling import batched, inputs_of, probes, read, rebuild
 from meshcee.stage import Boundary, StageRunner
 
-__all__ = ["check_sharing", "why_not_shared"]
+__all__ = ["check_sharing", "in_whole_batches", "why_not_shared"]
 
-SEED = 1
+log = structlog.get_logger()
+
+SEED, LOOK_S = 1, 2.0
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 1e-3, torch.float64: 1e-6}  # relative
 
 
@@ -60,6 +66,48 @@ def why_not_shared(job: Job, captured: Capture) -> str:
     except PlanError as error:
         return str(error)
     return ""
+
+
+def in_whole_batches(job: Job, captured: Capture) -> Job:
+    """The job with whole batches as micro-batches, where it says no size and the loss of a batch is not what the losses of its
+    parts add up to: as in-batch negatives, or a mean by weights of classes. Batch statistics are left to `remarks`.
+
+    Of a job that says a size it is told where a loss that adds over samples counts by its share of the batch.
+    """
+    program, told = captured.train, job.micro_batch_size is not None
+    samples = min(job.batch_size, 8 if 16 * forward_s(captured) <= LOOK_S else 2)
+    means = job.reduction == "mean" and job.weight is None
+    if told and not (samples > 2 and means and job.micro_batch_size != job.batch_size):
+        return job
+    looks = job.verify and not isinstance(job.data, At) and 3 * captured.state_bytes <= limits.free_bytes()
+    if samples < 2 or not looks or program.slice(0, program.num_blocks).mutated:
+        return job
+    last = max(1, 3 * samples // 8)
+    parts_of = (Member("a", samples - last), Member("b", last))
+    stage = Stage(0, program.num_blocks, parts_of, window=1, live_cap=1)
+    batch = batched(_first(job, samples), job.seed, collate=job.collate)
+    rows = rows_of(stage, samples)
+    try:
+        one = _One(job, captured, program, stage, samples)
+        raw = captured.inputs_of(batch)
+        whole, *parts = [one.run(raw, [], SEED, part)[2][0] for part in ((0, samples), *rows)]
+        loss = one.added(parts, rows, batch)
+    except (MeshceeError, RuntimeError, ValueError):  # a half is not what the model takes, or cannot be drawn for
+        return job
+    rounds = any(node.value.dtype in (torch.bfloat16, torch.float16) for node in program.nodes)
+    within = TOLERANCE[whole.dtype] * (1.0 if rounds else 0.1)
+    if _agree(loss, whole, within):
+        return job
+    if told:
+        if _agree(sum(map(float, parts)), whole, within):
+            log.warning(Event.ADDS_UP, micro_batch_size=job.micro_batch_size, batch_size=job.batch_size)
+        return job
+    log.warning(Event.WHOLE_BATCHES, of=float(whole), halves=loss, micro_batch_size=job.batch_size)
+    return replace(job, micro_batch_size=job.batch_size)
+
+
+def _agree(loss: float, whole: torch.Tensor, within: float) -> bool:
+    return abs(loss - float(whole)) <= within * max(abs(float(whole)), 1e-3) or not bool(whole.isfinite())
 
 
 def _with_samples(stage: Stage, samples: int) -> Stage:
@@ -144,6 +192,11 @@ class _One:
         if self.spec.is_last:
             self._compare_outputs([part[2] for part in parts.values()], whole[2], rows, batch)
 
+    def added(self, losses: Sequence[torch.Tensor], rows: Sequence[tuple[int, int]], batch: tuple[Any, Any]) -> float:
+        """What the losses of these rows count for, together."""
+        shares = loss_shares(self.job, rows, lambda first, end: _rows(batch[1], first, end))
+        return sum(float(loss) * share for loss, share in zip(losses, shares) if share)
+
     def _compare_outputs(
         self,
         parts: Sequence[Sequence[torch.Tensor]],
@@ -151,9 +204,8 @@ class _One:
         rows: Sequence[tuple[int, int]],
         batch: tuple[Any, Any],
     ) -> None:
-        shares = loss_shares(self.job, rows, lambda first, end: _rows(batch[1], first, end))
-        loss = sum(float(part[0]) * share for part, share in zip(parts, shares) if share)
-        if abs(loss - float(whole[0])) > TOLERANCE[whole[0].dtype] * max(abs(float(whole[0])), 1e-3):
+        loss = self.added([part[0] for part in parts], rows, batch)
+        if not _agree(loss, whole[0], TOLERANCE[whole[0].dtype]):
             raise PlanError(
                 f"the loss of a micro-batch ({float(whole[0]):.6g}) is not what its parts' losses add up to ({loss:.6g}): say "
                 "what its mean counts with Job(weight=...), or Job(reduction='sum'), or give the last stage to one device"

@@ -69,6 +69,10 @@ async def question(
     except JoinError as error:
         if isinstance(error, ClockError) or not taken_over:
             raise
+    if agent.measures:
+        from meshcee.equality import in_whole_batches
+
+        job = await asyncio.to_thread(leaving_nothing(job)(in_whole_batches), job, captured)
     costs = await asyncio.to_thread(costs_of, job, captured, agent.measures)
     costs = replace(costs.begun_on(begun), threads=costs.threads or threads_of(agent.lent()))
     if not agent.measures:
