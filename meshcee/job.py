@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from meshcee.errors import UsageError
 from meshcee.figures import MIXES
@@ -164,7 +173,8 @@ class Job:
     workers    processes of the owner that read samples of training ahead, by spawn: classes of `data` are at the top of a file;
                0 reads in the owner's own process
     batch_size samples per optimizer step; steps: how many
-    micro_batch_size  samples per micro-batch; None lets the first plan choose, for models that hold for any number of samples
+    micro_batch_size  samples per micro-batch; None lets the first plan choose, for models that hold for any number of samples; of a
+               loss that is no mean over samples, as in-batch negatives, the whole batch
     clip_norm  global gradient norm, as torch.nn.utils.clip_grad_norm_
     weight     target -> number: the weight of a micro-batch in the step's loss (for ignored tokens); default its size.
                Not beside reduction="sum", where each counts as it is
@@ -357,9 +367,14 @@ class Job:
                 "begins anew, such as a torch IterableDataset, and no iterator, which can be read once"
             )
         if isinstance(self.data, DataLoader) and self.data.batch_size is not None:
+            own = "" if self.data.collate_fn is default_collate else ", collate=loader.collate_fn"
+            if type(self.data.sampler) is SequentialSampler:
+                own += " and sampler=SequentialSampler(loader.dataset)"
+            elif not isinstance(self.data.dataset, IterableDataset) and type(self.data.sampler) is not RandomSampler:
+                own += " and sampler=loader.sampler"
             raise UsageError(
-                "a DataLoader as data makes no batches: give data=loader.dataset, as Job batches and shuffles by itself; or give "
-                "the loader batch_size=None, and Job its collate_fn"
+                f"a DataLoader as data makes no batches: give data=loader.dataset{own}, as Job batches by itself, and shuffles "
+                "where it has no sampler; or give the loader batch_size=None, and Job its collate_fn"
             )
         if self.sampler is not None:
             raise UsageError("a sampler picks samples by their numbers, and this data is iterable: leave sampler out")

@@ -161,3 +161,29 @@ def test_a_word_that_a_job_does_not_have_is_told_with_the_one_that_was_meant(wor
     assert "steps" in inspect.signature(Job).parameters
     with pytest.raises(TypeError, match="missing"):
         Job(steps=3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"shuffle": True}, "give data=loader.dataset, as Job"),
+        ({}, r"give data=loader.dataset and sampler=SequentialSampler\(loader.dataset\), as Job"),
+        ({"sampler": [3, 1, 2]}, "give data=loader.dataset and sampler=loader.sampler, as Job"),
+        (
+            {"shuffle": True, "collate_fn": lambda rows: rows},
+            "give data=loader.dataset, collate=loader.collate_fn, as Job",
+        ),
+    ],
+    ids=["shuffled", "in order", "sampled", "collated"],
+)
+def test_what_a_loader_has_is_named(options: dict[str, Any], said: str) -> None:
+    loader = DataLoader([(torch.zeros(2), 0)] * 4, batch_size=2, **options)
+    with pytest.raises(UsageError, match=said):
+        Job(
+            model=nn.Linear(2, 2),
+            loss=nn.functional.cross_entropy,
+            data=loader,
+            optimizer=Optimizer("SGD", lr=0.1),
+            batch_size=2,
+            steps=1,
+        )

@@ -11,6 +11,7 @@ from typing import Any
 import structlog
 import torch
 from torch import nn
+from torch.nn.modules import module as everywhere
 from torch.nn.parameter import is_lazy
 
 from meshcee.capture.export import hooked
@@ -33,7 +34,13 @@ def refuse_modules(model: nn.Module, loss: Any) -> None:
             "as it is, as a teacher's, say .requires_grad_(False) of the module that has it; else make the loss a part of the "
             "model, which then returns it, and give Job(loss=lambda output, target: output)"
         )
+    if everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
+        raise hooked("a backward hook of all modules is set")
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_inference():
+            raise CaptureError(
+                f"{name!r} was made under torch.inference_mode(), and such a tensor cannot be trained; make the model outside of it"
+            )
         if is_lazy(tensor):
             raise CaptureError(f"{name!r} has no shape yet; run one batch through the model before you make the job")
     for name, module in model.named_modules():

@@ -69,10 +69,10 @@ def why_not_shared(job: Job, captured: Capture) -> str:
 
 
 def in_whole_batches(job: Job, captured: Capture) -> Job:
-    """The job with whole batches as micro-batches, where it says no size and the loss of a batch is not what the losses of its
-    parts add up to: as in-batch negatives, or a mean by weights of classes. Batch statistics are left to `remarks`.
+    """The job, with whole batches as micro-batches where it says no size and the loss is no mean over samples.
 
-    Of a job that says a size it is told where a loss that adds over samples counts by its share of the batch.
+    In-batch negatives are such a loss, and means by weights of classes. Batch statistics are left to `remarks`. Where a job says
+    a size, a warning tells of a loss that adds over samples: a micro-batch counts by its share of the batch.
     """
     program, told = captured.train, job.micro_batch_size is not None
     samples = min(job.batch_size, 8 if 16 * forward_s(captured) <= LOOK_S else 2)

@@ -398,7 +398,7 @@ def test_threads_that_only_read_are_no_sign() -> None:
         ({"data": DataLoader(Plain(), batch_size=4)}, "batch_size=None"),
         (
             {"data": DataLoader([(1, 2)] * 8, batch_size=4, shuffle=True)},
-            "give data=loader.dataset, as Job batches and shuffles",
+            "give data=loader.dataset, as Job batches by itself, and shuffles where it has no sampler",
         ),
         ({"eval_data": Plain()}, "eval_data must be map-style"),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import optimizer as everywhere
 
 from meshcee.errors import CaptureError, UsageError
 from meshcee.optim import Optimizer
@@ -57,6 +59,7 @@ ON_GPUS: Mapping[str, Setting] = {
 }
 
 
+_OPTIMIZERS = os.path.dirname(everywhere.__file__)
 _AROUND: tuple[tuple[Callable[[], bool], str, str], ...] = (
     (lambda: torch.is_autocast_enabled("cpu"), "torch.autocast", ", and say Job(precision='bf16-mixed')"),
     (torch.is_inference_mode_enabled, "torch.inference_mode", ": nothing could be trained"),
@@ -91,6 +94,17 @@ def refuse_settings(optimizer: Optimizer) -> None:
             f"{counting[0]} counts in the type that torch.set_default_dtype() sets, which peers do not have; leave the setting out "
             "and write model.double()"
         )
+    if everywhere._global_optimizer_pre_hooks or everywhere._global_optimizer_post_hooks:
+        raise UsageError(
+            "a hook of all optimizers is set in this process (register_optimizer_step_post_hook), and in no peer's; do in forward "
+            "what it does, as w.clamp(-c, c), or take Job(ema=), Job(clip_norm=) or callbacks"
+        )
+    for kind in kinds:
+        step = inspect.unwrap(getattr(getattr(torch.optim, kind, None), "step", everywhere.Optimizer.step))
+        if not step.__code__.co_filename.startswith(_OPTIMIZERS):
+            raise UsageError(
+                f"{kind}.step is not torch's own in this process, and is so in a peer's; leave it as it is"
+            )
     for name, (read, fine) in {**ON_CPUS, **(ON_GPUS if torch.cuda.is_available() else {})}.items():
         if (found := read()) not in fine:
             raise UsageError(

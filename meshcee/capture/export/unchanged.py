@@ -95,6 +95,15 @@ class Unchanged:
 
 
 class _WithNumbers(Remembered):
+    def _module(self, name: str, module: nn.Module) -> None:
+        """With the tensors of modules that the loss holds."""
+        if id(module) not in self._seen and id(module) not in self._of_model:
+            held = {**module._parameters, **module._buffers}
+            self.values |= {
+                f"{key!r} of module {name!r}": _numbers(t.detach()) for key, t in held.items() if t is not None
+            }
+        super()._module(name, module)
+
     def _line(self, code: Any, name: str) -> str:
         return ""  # to look for lines takes longer than all else
 

@@ -12,11 +12,13 @@ import structlog
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_full_backward_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import meshcee
 from meshcee.capture.export import Unchanged
 from meshcee.eager import plain_steps
-from meshcee.errors import UsageError
+from meshcee.errors import CaptureError, MeshceeError, UsageError
 from meshcee.events import Event
 from tests import mutation
 
@@ -87,6 +89,61 @@ def test_another_model_than_before_the_first_step_is_seen(what: str) -> None:
     change(job.model)
     with pytest.raises(UsageError, match=rf"^({place}).* is not what it was before the first step"):
         look()
+
+
+class Teaching(nn.Module):
+    """A loss that holds weights of classes and a teacher."""
+
+    sharpness = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1))
+        self.teacher = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)).requires_grad_(False)
+
+    def forward(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (type(self).sharpness * self.scale * (self.teacher(out) - y)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (lambda loss: loss.scale.add_(1), "'scale' of module 'Teaching'"),
+        (lambda loss: loss.teacher[1].weight.data.mul_(0.5), "'weight' of module 'Teaching teacher.1'"),
+        (lambda loss: setattr(Teaching, "sharpness", 2.0), "attribute 'sharpness' of class Teaching"),
+    ],
+    ids=["buffer", "teacher", "class"],
+)
+def test_another_loss_than_before_the_first_step_is_seen(
+    change: Callable[[Any], object], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Teaching, "sharpness", 1.0)
+    job = dataclasses.replace(job_of(), loss=Teaching())
+    look = Unchanged(job)
+    look()
+    change(job.loss)
+    with pytest.raises(UsageError, match=rf"^{place} is not what it was before the first step"):
+        look()
+
+
+def test_what_is_set_for_all_optimizers_and_modules_of_this_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(said: str) -> None:
+        with pytest.raises(MeshceeError, match=said):
+            meshcee.capture(job_of())
+
+    hook = register_optimizer_step_post_hook(lambda *_: None)
+    refused("a hook of all optimizers is set in this process.* do in forward what it does")
+    hook.remove()
+    hook = register_module_full_backward_hook(lambda *_: None)
+    refused("a backward hook of all modules is set, and peers run no hooks on gradients")
+    hook.remove()
+    with torch.inference_mode():
+        made = job_of()
+    with pytest.raises(CaptureError, match=r"'0\.weight' was made under torch\.inference_mode\(\).*outside of it"):
+        meshcee.capture(made)
+    meshcee.capture(job_of())
+    monkeypatch.setattr(torch.optim.SGD, "step", lambda self, closure=None: None)
+    refused(r"SGD\.step is not torch's own in this process")
 
 
 def test_what_computes_nothing_may_come() -> None:
