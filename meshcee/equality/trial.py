@@ -7,6 +7,8 @@ parts, and what leaves it, the generator's state and the loss included, must agr
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +20,7 @@ from meshcee.capture import Capture, Program, StageSpec
 from meshcee.capture.graph.draws import whole_draws
 from meshcee.capture.graph.rows import divided, why_unsplit
 from meshcee.equality.sizes import forward_s
-from meshcee.errors import MeshceeError, PlanError
+from meshcee.errors import GraphError, PlanError, UsageError
 from meshcee.events import Event
 from meshcee.files import limits
 from meshcee.job import At, Job
@@ -92,7 +94,7 @@ def in_whole_batches(job: Job, captured: Capture) -> Job:
         raw = captured.inputs_of(batch)
         whole, *parts = [one.run(raw, [], SEED, part)[2][0] for part in ((0, samples), *rows)]
         loss = one.added(parts, rows, batch)
-    except (MeshceeError, RuntimeError, ValueError):  # a half is not what the model takes, or cannot be drawn for
+    except (UsageError, PlanError, GraphError, RuntimeError, ValueError):  # a part is not taken, or cannot be drawn for
         return job
     rounds = any(node.value.dtype in (torch.bfloat16, torch.float16) for node in program.nodes)
     within = TOLERANCE[whole.dtype] * (1.0 if rounds else 0.1)
@@ -141,27 +143,28 @@ class _One:
 
     def __init__(self, job: Job, captured: Capture, program: Program, stage: Stage, samples: int) -> None:
         self.job, self.program, self.stage, self.samples = job, program, stage, samples
-        self.trains = program is captured.train
+        self.trains, self._micro = program is captured.train, itertools.count()
         self.spec: StageSpec = program.slice(stage.first, stage.end)
         self.state = {name: captured.state[name] for name in self.spec.state_names()}
         self.where = f"blocks {stage.first}..{stage.end - 1} ({captured.costs[stage.first].name} on)"
 
     def run(self, raw: Mapping[str, torch.Tensor], received: Sequence[Any], rng: Any, rows: tuple[int, int]) -> Any:
         """(sent, generator's state, outputs) for these rows; `received` are theirs alone."""
-        part = rows != (0, self.samples)
+        part = rows != (0, self.samples) and self.spec.uses_random
         draws = whole_draws(self.program, self.stage.first, self.stage.end, rows, self.samples) if part else None
-        runner = StageRunner(
-            self.spec,
-            self.state,
-            self.job.optimizer,
-            evaluate=None if self.trains else self.spec,
-            split=False,
-            draws=draws,
-        )
+        runner = self._runner(draws) if part else self._whole
         own = {v.name: raw[v.name][rows[0] : rows[1]] for v in self.spec.raw_inputs}
         if not self.trains:
             return runner.evaluate(own, received)
-        return runner.forward(0, own, received, rng)
+        return runner.forward(0 if part else next(self._micro), own, received, rng)
+
+    @functools.cached_property
+    def _whole(self) -> StageRunner:
+        return self._runner(None)
+
+    def _runner(self, draws: Any) -> StageRunner:
+        evaluate = None if self.trains else self.spec
+        return StageRunner(self.spec, self.state, self.job.optimizer, evaluate=evaluate, split=False, draws=draws)
 
     def check(
         self,
