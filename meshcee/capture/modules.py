@@ -37,12 +37,12 @@ def refuse_modules(model: nn.Module, loss: Any) -> None:
     if everywhere._global_backward_hooks or everywhere._global_backward_pre_hooks:
         raise hooked("a backward hook of all modules is set")
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise CaptureError(f"{name!r} has no shape yet; run one batch through the model before you make the job")
         if tensor.is_inference():
             raise CaptureError(
                 f"{name!r} was made under torch.inference_mode(), and such a tensor cannot be trained; make the model outside of it"
             )
-        if is_lazy(tensor):
-            raise CaptureError(f"{name!r} has no shape yet; run one batch through the model before you make the job")
     for name, module in model.named_modules():
         what = f"module {name!r}" if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):

@@ -82,19 +82,26 @@ def in_whole_batches(job: Job, captured: Capture) -> Job:
     if told and not (samples > 2 and means and job.micro_batch_size != job.batch_size):
         return job
     looks = job.verify and not isinstance(job.data, At) and 3 * captured.state_bytes <= limits.free_bytes()
-    if samples < 2 or not looks or program.slice(0, program.num_blocks).mutated:
+    if samples < 2 or not looks or program.samples or program.slice(0, program.num_blocks).mutated:
         return job
     last = max(1, 3 * samples // 8)
     parts_of = (Member("a", samples - last), Member("b", last))
     stage = Stage(0, program.num_blocks, parts_of, window=1, live_cap=1)
-    batch = batched(_first(job, samples), job.seed, collate=job.collate)
     rows = rows_of(stage, samples)
     try:
+        batch = batched(_first(job, samples), job.seed, collate=job.collate)
         one = _One(job, captured, program, stage, samples)
         raw = captured.inputs_of(batch)
         whole, *parts = [one.run(raw, [], SEED, part)[2][0] for part in ((0, samples), *rows)]
         loss = one.added(parts, rows, batch)
-    except (UsageError, PlanError, GraphError, RuntimeError, ValueError):  # a part is not taken, or cannot be drawn for
+    except (
+        UsageError,
+        PlanError,
+        GraphError,
+        RuntimeError,
+        ValueError,
+        IndexError,
+    ):  # the look says more of what fails
         return job
     rounds = any(node.value.dtype in (torch.bfloat16, torch.float16) for node in program.nodes)
     within = TOLERANCE[whole.dtype] * (1.0 if rounds else 0.1)

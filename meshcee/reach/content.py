@@ -71,7 +71,7 @@ def content_of(it: Any) -> Content | None:
         return _of_array(it)
     if isinstance(it, torch.Tensor):
         return _of_tensor(it)
-    if isinstance(it, RANDOM):
+    if isinstance(it, RANDOM) and not isinstance(it, random.SystemRandom):  # that one has no state
         return _of_generator(it)
     if isinstance(it, functools._lru_cache_wrapper):
         return Content(lambda: _fills(it), lambda _: _empty(it))
@@ -90,7 +90,10 @@ def variable_of(space: dict[str, Any], name: str) -> Content:
 def attribute_of(owner: Any, name: str) -> Content:
     """An attribute that no dict holds: a slot, or one of a class."""
     look = vars(owner).get if isinstance(owner, type) else functools.partial(getattr, owner)
-    return _place(lambda: look(name, _ABSENT), *(functools.partial(way, owner, name) for way in (setattr, delattr)))
+    ways = (
+        (setattr, delattr) if isinstance(owner, type) else (object.__setattr__, object.__delattr__)
+    )  # frozen, perhaps
+    return _place(lambda: look(name, _ABSENT), *(functools.partial(way, owner, name) for way in ways))
 
 
 def _place(look: Callable[[], Any], put: Callable[[Any], Any], drop: Callable[[], Any]) -> Content:
@@ -165,6 +168,9 @@ def _extend(kind: Any, it: Any, items: list[Any]) -> None:
 
 
 def _write(it: array.array[Any], numbers: bytes) -> None:
+    if len(numbers) == len(it) * it.itemsize:  # a view of it may be held, which forbids another length
+        memoryview(it).cast("B")[:] = numbers
+        return
     del it[:]
     it.frombytes(numbers)
 

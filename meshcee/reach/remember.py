@@ -139,7 +139,7 @@ class Remembered:
         if isinstance(item, np.ndarray):
             few = item.nbytes < self.most_bytes
             return item.shape, str(item.dtype), self._of_bytes(item.tobytes() if few else b"", item.nbytes)
-        if isinstance(item, RANDOM):
+        if isinstance(item, RANDOM) and not isinstance(item, random.SystemRandom):
             return _state_of(item)
         if isinstance(item, list | tuple | collections.deque | dict):
             return (len(item),)
@@ -173,14 +173,16 @@ class Remembered:
         hooks = module._forward_hooks, module._forward_pre_hooks  # which a first call may add, and note that it has
         for held in (vars(module), module._parameters, module._buffers, module._modules, *hooks):
             self._keep(content_of(held))
+        for buffer in module._buffers.values() if id(module) not in self._of_model else ():
+            self._keep(content_of(buffer))
         kind = type(module)
         if not is_users(kind.forward):
             self._names.update(vars(module))
-        for method in self._reached(kind, ["forward"]):
+        for method in self._reached(kind, ["forward", *(["__call__"] if is_users(kind.__call__) else [])]):
             self._visit(f"what {kind.__name__} uses", functools.partial(_same, method), 1, "")
         self._class(kind, 1)
         where = f"module {name!r}" if name else "the model"
-        for key in list(vars(module)):
+        for key in sorted(vars(module), key=lambda key: type(vars(module)[key]) in (list, tuple, dict)):  # tables last
             if key not in _OWN and not key.endswith("_hooks") and not key.endswith("_kwargs"):
                 place = f"attribute {key!r} of {where}"
                 self.owners[place] = id(module), key
@@ -211,7 +213,9 @@ class Remembered:
         return self._methods[kind]
 
     def _visit(self, place: str, look: _Look, depth: int, line: str) -> None:
-        if len(self.values) > self.most_values or depth > _DEPTH:
+        if (
+            len(self.values) > self.most_values and depth > 1
+        ) or depth > _DEPTH:  # what a module itself has is seen always
             return
         item = look()
         if id(item) in self._of_model:  # has a name of its own
@@ -226,6 +230,8 @@ class Remembered:
             self._keep(content_of(item))
         if not self._put(place, look) and not isinstance(item, types.ModuleType):
             self._inside(place, item, depth, line)
+        elif isinstance(item, list | dict | tuple) and getattr(item, "__dict__", None):
+            self._object(place, item, depth, line)  # of a class of the user's, with attributes besides
         if isinstance(item, list | tuple | collections.deque):
             for i in range(self._items(item)):
                 self._visit(f"[{i}] of {place}", functools.partial(operator.getitem, item, i), depth + 1, line)
@@ -263,7 +269,7 @@ class Remembered:
 
     def _object(self, place: str, item: Any, depth: int, line: str) -> None:
         """Of a class that may be the user's: what its attributes hold, and its slots."""
-        held, slots = getattr(item, "__dict__", {}), [name for name in slots_of(type(item)) if hasattr(item, name)]
+        held, slots = _held(item), [name for name in slots_of(type(item)) if hasattr(item, name)]
         for name in slots:
             self._keep(attribute_of(item, name))
         self._keep(content_of(held))
@@ -291,7 +297,7 @@ class Remembered:
             for method in self._reached(one, [*self._names, *called]):
                 self._visit(f"what {one.__name__} uses", functools.partial(_same, method), depth + 1, "")
             for key, item in list(vars(one).items()):
-                if not key.startswith("__") and not callable(item) and not hasattr(type(item), "__get__"):
+                if not key.startswith("__") and not hasattr(type(item), "__get__"):
                     self._keep(attribute_of(one, key))
                     look = functools.partial(operator.getitem, vars(one), key)
                     self._visit(f"attribute {key!r} of class {one.__name__}", look, depth + 1, "")
@@ -378,6 +384,15 @@ class Reached(Remembered):
         if isinstance(item, np.ndarray) and item.nbytes >= self.most_bytes and not item.dtype.hasobject:
             return *found, id(item), hash(item.flat[:: -(-item.size // _MOST_IDS)].tobytes())
         return found
+
+
+def _held(item: Any) -> dict[str, Any]:
+    """Its attributes, without a `__getattr__` of the user's, which may raise what it likes."""
+    try:
+        held = object.__getattribute__(item, "__dict__")
+    except AttributeError:
+        return {}
+    return held if isinstance(held, dict) else {}
 
 
 def _same(it: Any) -> Any:

@@ -556,3 +556,31 @@ def test_words_of_the_adaptive_softmax_are_followed() -> None:
     with pytest.raises(CaptureError, match=r"write torch\.nn\.functional\.nll_loss\(adaptive\.log_prob\(h\), y\)"):
         capture(job_of(Words(False), lambda out, y: out, data=data))
     assert difference(job_of(Words(True), lambda out, y: out, data=data), ["late"]) == ""
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda kept, h: kept[:2].copy_(h[:2]),
+        lambda kept, h: kept[0].add_(1.0),
+        lambda kept, h: kept.t()[0].mul_(0.5),
+        lambda kept, h: kept.view(-1)[:3].fill_(2.0),
+        lambda kept, h: kept.__setitem__(slice(0, 2), torch.where(h > 0, h, kept[:2])),
+    ],
+    ids=["slice", "row", "transposed", "view", "where"],
+)
+def test_a_write_through_a_view_of_a_hidden_tensor_is_refused(
+    write: Callable[[torch.Tensor, torch.Tensor], object],
+) -> None:
+    """It lies in a list, so no state has it; stages would share it."""
+    hidden = [torch.zeros(4, WIDTH)]
+
+    def ordinary(m: Any, h: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            write(hidden[0], h)
+        return h + hidden[0].mean(0)
+
+    with pytest.raises(
+        CaptureError, match=r"changes a tensor that is no buffer of the model in place at .*test_ordinary"
+    ):
+        capture(job_of(Layers(ordinary)))

@@ -270,7 +270,7 @@ REFUSED = {
     ),
     "a covariance": (
         lambda _, h: h * torch.cov(h.t()).sum(),
-        rf"{HERE} .*asks whether two tensors are equal, as torch\.cov does.*d @ d\.T",
+        rf"{HERE} .*torch\.equal, or a function of torch that calls it, as torch\.cov does.*d @ d\.T",
     ),
     "a gradient inside": (
         differentiates,

@@ -193,10 +193,6 @@ BETWEEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
     "distances of pairs": (lambda h: F.pdist(h), r"torch\.cdist\(o, o\) and weigh each pair once"),
     "classes that nobody counted": (lambda h: h + F.one_hot(h.argmax(-1)).sum(), r"say how many: one_hot\(x, N\)"),
     "counted values": (lambda h: h * torch.bincount(h.argmax(-1), minlength=4), r"one_hot\(y, N\)\.sum\(0\)"),
-    "an imaginary number": (
-        lambda h: torch.view_as_real(torch.complex(h, h) * torch.exp(1j * torch.arange(4))),
-        r"argument 1j .*torch\.polar or torch\.complex",
-    ),
     "a conjugate": (
         lambda h: torch.view_as_real(torch.complex(h, h).conj() * 2.0),
         r"write torch\.complex\(z\.real, -z\.imag\)",

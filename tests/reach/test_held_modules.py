@@ -6,6 +6,7 @@ moves all weights, and puts back what the walk has found.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import types
 from typing import Any
@@ -139,3 +140,70 @@ def test_a_run_of_modules_in_a_holder_begins_with_their_weights(holder: str) -> 
     result = meshcee.train(job, local=2)
     assert all(torch.equal(first[name], tensor) for name, tensor in result.state_dict.items())
     assert all(torch.equal(first[name], tensor) for name, tensor in model.state_dict().items())
+
+
+class Counting(nn.Module):
+    """Where a count may lie that forward adds to: a function of the test says."""
+
+    class State:
+        calls = 0
+
+    class Called:
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def __call__(self) -> None:
+            self.calls += 1
+
+    anneal = Called()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = [[float(i * j) for j in range(250)] for i in range(250)]  # more numbers than are looked at
+        self.calls, self.settings = 0, Settings()
+        self.note, self.entropy = Note(0), random.SystemRandom()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.anneal()
+        return x * self.State.calls
+
+
+class Settings(dict[str, int]):
+    calls = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Note:
+    calls: int
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda net: setattr(net, "calls", 1),
+        lambda net: setattr(Counting.State, "calls", 1),
+        lambda net: Counting.anneal(),
+        lambda net: setattr(net.settings, "calls", net.settings.calls + 1),
+        lambda net: object.__setattr__(net.note, "calls", 1),
+    ],
+    ids=["behind a table", "nested class", "callable of the class", "attribute of a dict", "frozen slots"],
+)
+def test_a_count_is_seen_and_put_back_wherever_it_lies(count: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counting.State, "calls", 0)
+    monkeypatch.setattr(Counting.anneal, "calls", 0)
+    net = Counting()
+    net.settings.calls = 0
+    before = Remembered(net, F.mse_loss)
+    count(net)
+    assert len(before.changed(Remembered(net, F.mse_loss, keeps=False))) == 1
+    before.put_back()
+    assert before.changed(Remembered(net, F.mse_loss, keeps=False)) == []
+
+
+def test_buffers_of_a_loss_are_put_back() -> None:
+    norm = nn.BatchNorm1d(WIDTH)
+    before = Remembered(nn.Linear(1, 1), norm)
+    norm(torch.randn(3, WIDTH))
+    before.put_back()
+    assert norm.num_batches_tracked == 0
+    assert torch.equal(norm.running_mean, torch.zeros(WIDTH))  # type: ignore[arg-type]

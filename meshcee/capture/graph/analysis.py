@@ -122,14 +122,14 @@ def _fake_pass(
 
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = _NoModules()  # type: ignore[assignment]
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
         values: list[Any] = []
         for entry in inputs:
             fake = entry.laid_out(torch.empty(entry.value.sizes(samples, usual=True), dtype=entry.value.dtype))
             if entry.kind != "raw":  # weights are there anyway, activations are not
                 seen.add(fake.untyped_storage()._cdata)
             if entry.kind == "constant":
-                fake = entry.laid_out(entry.data)  # type: ignore[arg-type]
+                fake = mode.from_tensor(entry.laid_out(entry.data).detach())  # type: ignore[arg-type]
             kept.append(fake)
             values.append(fake.requires_grad_(entry.trainable) if entry.trainable else fake)
         with counter, saved_tensors_hooks(pack, lambda tensor: tensor):
