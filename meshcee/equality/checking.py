@@ -54,6 +54,7 @@ class _Step:
     state: Mapping[str, Any]
 
 
+@torch.random.fork_rng(devices=[])
 def check(
     job: Job,
     stages: Sequence[int] | int = STAGES,

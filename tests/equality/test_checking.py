@@ -35,7 +35,9 @@ def plain_job(folder: Path, **changes: Any) -> Job:
 
 def test_an_ordinary_job_is_equal_and_its_losses_are_those_of_the_plain_loop(tmp_path: Path) -> None:
     job = plain_job(tmp_path, clip_norm=0.5, codec="lossless")
+    generator = torch.get_rng_state()
     found = meshcee.check(job, stages=(2, 3), steps=2)
+    assert torch.equal(torch.get_rng_state(), generator)
     assert found.equal
     assert found.losses == meshcee.plain(job, steps=2).losses
     assert found.stages == (1, 2, 3)
