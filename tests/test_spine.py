@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 WINGS: list[str] = next(c for c in CONTRACTS if c["name"].startswith("the spine trains"))["forbidden_modules"]
-MOST_LINES = 33_761
+MOST_LINES = 33_766
 
 TRAIN = """
 import importlib.abc, json, sys

@@ -2,7 +2,8 @@
 
 The idea: shapes cannot tell whether samples influence one another (a normalisation over the batch, rows in another
 order, a mean that counts something else). So each stage that several members share runs once as a whole and once in
-parts, and what leaves it, the generator's state and the loss included, must agree.
+parts, and what leaves it, the generator's state and the loss included, must agree. A loss that is no mean over samples has
+whole batches, where the job leaves their size to the plan.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = ["check_sharing", "in_whole_batches", "why_not_shared"]
 log = structlog.get_logger()
 
 SEED, LOOK_S = 1, 2.0
+_FAILING = (UsageError, PlanError, GraphError, RuntimeError, ValueError, IndexError)  # in a part of a micro-batch
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.05, torch.float32: 1e-3, torch.float64: 1e-6}  # relative
 
 
@@ -94,14 +96,7 @@ def in_whole_batches(job: Job, captured: Capture) -> Job:
         raw = captured.inputs_of(batch)
         whole, *parts = [one.run(raw, [], SEED, part)[2][0] for part in ((0, samples), *rows)]
         loss = one.added(parts, rows, batch)
-    except (
-        UsageError,
-        PlanError,
-        GraphError,
-        RuntimeError,
-        ValueError,
-        IndexError,
-    ):  # the look says more of what fails
+    except _FAILING:  # the look before the first step says more
         return job
     rounds = any(node.value.dtype in (torch.bfloat16, torch.float16) for node in program.nodes)
     within = TOLERANCE[whole.dtype] * (1.0 if rounds else 0.1)
@@ -111,7 +106,7 @@ def in_whole_batches(job: Job, captured: Capture) -> Job:
         if _agree(sum(map(float, parts)), whole, within):
             log.warning(Event.ADDS_UP, micro_batch_size=job.micro_batch_size, batch_size=job.batch_size)
         return job
-    log.warning(Event.WHOLE_BATCHES, of=float(whole), halves=loss, micro_batch_size=job.batch_size)
+    log.warning(Event.WHOLE_BATCHES, of=float(whole), parts=loss, micro_batch_size=job.batch_size)
     return replace(job, micro_batch_size=job.batch_size)
 
 

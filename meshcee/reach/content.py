@@ -23,7 +23,7 @@ from torch import nn
 
 from meshcee.files.tensor_files import flat_bytes
 
-__all__ = ["RANDOM", "Backup", "Content", "attribute_of", "content_of", "variable_of"]
+__all__ = ["RANDOM", "Backup", "Content", "attribute_of", "content_of", "is_generator", "variable_of"]
 
 RANDOM = random.Random | np.random.Generator | np.random.RandomState | torch.Generator
 _SEQUENCES: tuple[Any, ...] = (list, collections.deque, bytearray)
@@ -53,6 +53,11 @@ class Backup:
             self._content.put(self._before)
 
 
+def is_generator(it: Any) -> bool:
+    """Of random numbers, with a state."""
+    return isinstance(it, RANDOM) and not isinstance(it, random.SystemRandom)
+
+
 def content_of(it: Any) -> Content | None:
     """None where the object is not one that is written in place, or where only what it refers to can be written."""
     if isinstance(it, dict):
@@ -71,7 +76,7 @@ def content_of(it: Any) -> Content | None:
         return _of_array(it)
     if isinstance(it, torch.Tensor):
         return _of_tensor(it)
-    if isinstance(it, RANDOM) and not isinstance(it, random.SystemRandom):  # that one has no state
+    if is_generator(it):
         return _of_generator(it)
     if isinstance(it, functools._lru_cache_wrapper):
         return Content(lambda: _fills(it), lambda _: _empty(it))
@@ -90,9 +95,8 @@ def variable_of(space: dict[str, Any], name: str) -> Content:
 def attribute_of(owner: Any, name: str) -> Content:
     """An attribute that no dict holds: a slot, or one of a class."""
     look = vars(owner).get if isinstance(owner, type) else functools.partial(getattr, owner)
-    ways = (
-        (setattr, delattr) if isinstance(owner, type) else (object.__setattr__, object.__delattr__)
-    )  # frozen, perhaps
+    of_object = object.__setattr__, object.__delattr__  # it may be frozen
+    ways = (setattr, delattr) if isinstance(owner, type) else of_object
     return _place(lambda: look(name, _ABSENT), *(functools.partial(way, owner, name) for way in ways))
 
 

@@ -15,6 +15,7 @@ import enum
 import functools
 import inspect
 import itertools
+import math
 import operator
 import random
 import re
@@ -28,7 +29,7 @@ import torch
 from torch import nn
 
 from meshcee.reach.code import is_users, line_of, method_of, names_in, slots_of
-from meshcee.reach.content import RANDOM, Backup, Content, attribute_of, content_of, variable_of
+from meshcee.reach.content import Backup, Content, attribute_of, content_of, is_generator, variable_of
 
 __all__ = ["Reached", "Remembered"]
 
@@ -139,7 +140,7 @@ class Remembered:
         if isinstance(item, np.ndarray):
             few = item.nbytes < self.most_bytes
             return item.shape, str(item.dtype), self._of_bytes(item.tobytes() if few else b"", item.nbytes)
-        if isinstance(item, RANDOM) and not isinstance(item, random.SystemRandom):
+        if is_generator(item):
             return _state_of(item)
         if isinstance(item, list | tuple | collections.deque | dict):
             return (len(item),)
@@ -213,9 +214,8 @@ class Remembered:
         return self._methods[kind]
 
     def _visit(self, place: str, look: _Look, depth: int, line: str) -> None:
-        if (
-            len(self.values) > self.most_values and depth > 1
-        ) or depth > _DEPTH:  # what a module itself has is seen always
+        most = self.most_values if depth > 1 else math.inf  # what a module itself has is seen always
+        if len(self.values) > most or depth > _DEPTH:
             return
         item = look()
         if id(item) in self._of_model:  # has a name of its own

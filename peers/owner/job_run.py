@@ -293,9 +293,9 @@ class Training:
                 return moves.Turned(await self._turn.wait(self._key))
             case moves.Profile():
                 assert self._captured is not None
-                given = self._wanted.plan
-                fits = given is not None and self._job.batch_size % given.micro_batch == 0
-                job = replace(self._job, micro_batch_size=given.micro_batch) if given and fits else self._job
+                job, given = self._job, self._wanted.plan
+                if given is not None and job.batch_size % given.micro_batch == 0:  # else it is refused later, in words
+                    job = replace(job, micro_batch_size=given.micro_batch)
                 ask = job, self._captured, self._wanted.stages, self._lent, self._numbers.bound_to
                 self._request = await question(agent, *ask, taken_over=bool(self._wanted.after))
                 return moves.Profiled()
@@ -483,9 +483,8 @@ class Training:
         return found
 
     async def _plan(self) -> Planned:
-        job = self._costs(
-            self._job.micro_batch_size or self._request.job.micro_batch
-        )  # of the first plan, if there was one
+        # Of the first plan, if there was one; else what the question has found.
+        job = self._costs(self._job.micro_batch_size or self._request.job.micro_batch)
         if (given := self._wanted.plan) is not None:
             assert self._captured is not None
             return await given_plan(self._agent, given, self._job, self._captured, job)

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshcee.capture.export import masks
 from meshcee.capture.graph import guards
 from meshcee.job import Job
 from tests.capture.exactness import difference, job_of
@@ -88,8 +89,8 @@ def test_masks_that_mask_nothing_now_and_then(seed: int) -> None:
 @pytest.mark.parametrize(
     ("padded", "line", "instead"),
     [
-        ([0], "if all_set or (", "if all_set and ("),
-        ([2], "if all_set or (", "if True or ("),
+        ([0], "if all_set or _hides_what_is_later(attn_mask):", "if all_set:"),
+        ([2], "if all_set or _hides_what_is_later(attn_mask):", "if True:"),
         ([0], "_ATTENTION(query, key, value, None, dropout_p, not all_set, **options)", "key.sum() * value"),
     ],
     ids=["never left out", "always left out", "another sum"],
@@ -102,6 +103,19 @@ def test_either_way_has_its_own_bits(padded: list[int], line: str, instead: str)
 
     story()
     with changed(guards, line, instead):
+        assert breaks(story)
+
+
+def test_grouped_heads_that_the_environment_asks_for_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then transformers gives torch the mask beside them, and nothing is repeated."""
+    monkeypatch.setenv("TRANSFORMERS_SDPA_FORCE_GQA", "1")
+    job = job_with(Texts("Llama", False), [2])
+
+    def story() -> None:
+        assert difference(job, ["late"]) == ""
+
+    story()
+    with changed(masks.Asked, "if self._marked else ()", "if self._idle else ()"):
         assert breaks(story)
 
 

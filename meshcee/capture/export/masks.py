@@ -192,13 +192,10 @@ def _from_sizes(tracer: Any, mask: torch.fx.Node) -> dict[torch.fx.Node, torch.T
 
 def _is_new(node: torch.fx.Node) -> bool:
     """Whether it takes of its input only what is no number: its type, and its sizes where these are fixed."""
-    if (
-        not isinstance(node.target, torch._ops.OpOverload)
-        or not node.args
-        or not isinstance(node.args[0], torch.fx.Node)
-    ):
+    first = node.args[0] if node.args else None
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(first, torch.fx.Node):
         return False
-    kind, given = node.target._opname, node.args[0].meta.get("val")
+    kind, given = node.target._opname, first.meta.get("val")
     fixed = isinstance(given, torch.Tensor) and all(type(size) is int for size in given.shape)
     return kind in ("new_ones", "new_zeros", "new_full") or (fixed and kind in ("ones_like", "zeros_like", "full_like"))
 
@@ -232,7 +229,7 @@ class Asked:
         self.adds_otherwise = False  # without the mask, and a stage cannot do likewise
         self._idle: list[torch.Tensor] = []  # masks that are left out where they mask nothing
         self._needed: list[torch.Tensor] = []  # masks that stay whatever their values, as those of a sliding window
-        self._unanswered = False
+        self._unanswered = self._marked = False
 
     def question(self, asked: Callable[..., bool]) -> Callable[..., bool]:
         def ask(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
@@ -254,19 +251,17 @@ class Asked:
 
     def attend(self, attend: Callable[..., Any]) -> Callable[..., Any]:
         def attended(module: Any, query: Any, key: Any, value: Any, mask: Any, *args: Any, **kwargs: Any) -> Any:
-            own, use = F.scaled_dot_product_attention, getattr(_attention(), "use_gqa_in_sdpa", None)
+            own, use = F.scaled_dot_product_attention, _attention().use_gqa_in_sdpa
             times = getattr(module, "num_key_value_groups", 1)
-            if (
-                mask is None
-                or kwargs.get("position_bias") is not None
-                or use is None
-                or use(mask, key, value)
-                or not self._in_doubt(mask)
-            ):
+            asks = self._in_doubt(mask) and kwargs.get("position_bias") is None
+            if not asks or use(
+                mask, key, value
+            ):  # which is alike with a mask and without, where the environment says so
                 return attend(module, query, key, value, mask, *args, **kwargs)
             if not any(mask is one for one in self._idle) or (times > 1 and query.shape[2] == 1):
                 self.adds_otherwise |= times > 1
                 return attend(module, query, key, value, mask, *args, **kwargs)
+            self._marked = True
 
             def marked(*args: Any, **kwargs: Any) -> torch.Tensor:
                 return own(*args, **{**kwargs, "enable_gqa": True})
@@ -292,7 +287,7 @@ class Asked:
     def put(self, exported: Exported) -> None:
         """Let a stage ask what was not asked: attention with such a mask is written as torch itself takes none."""
         base, values = len(exported.inputs), [x.value for x in exported.inputs] + [n.value for n in exported.nodes]
-        for place, node in enumerate(exported.nodes) if self._idle else ():
+        for place, node in enumerate(exported.nodes) if self._marked else ():
             if not _is_marked(node):
                 continue
             query, key, value, mask = map(node.argument, ("query", "key", "value", "attn_mask"))

@@ -155,10 +155,9 @@ def _attention(
     if attn_mask.dtype != torch.bool or attn_mask.dim() != 4 or not key.dim() == value.dim() == query.dim() == 4:
         raise ValueError("a mask that may be left out has numbers, or no four dimensions")
     if _has_values(attn_mask):
-        length, all_set = attn_mask.shape[-1], bool(attn_mask.all())
-        earlier = torch.ones(length, length, dtype=torch.bool, device=attn_mask.device).tril()
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
-        if all_set or (attn_mask.shape[-2] == length and bool((attn_mask == earlier).all())):
+        all_set = bool(attn_mask.all())
+        if all_set or _hides_what_is_later(attn_mask):
+            options["enable_gqa"] = query.shape[1] != key.shape[1]
             key, value = key.to(query.dtype), value.to(query.dtype)
             return _ATTENTION(query, key, value, None, dropout_p, not all_set, **options)
     times = query.shape[1] // max(1, key.shape[1])
@@ -167,6 +166,14 @@ def _attention(
         for each in (key, value)
     )
     return _ATTENTION(query, key, value, attn_mask, dropout_p, False, scale=options.get("scale"))
+
+
+def _hides_what_is_later(mask: torch.Tensor) -> bool:
+    """Of each word, and nothing else."""
+    *_, rows, length = mask.shape
+    if rows != length or not bool(mask[..., -1, :].all()):  # the last word sees all, or there is padding
+        return False
+    return bool((mask == torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()).all())
 
 
 _ATTENTION: Callable[..., torch.Tensor] = torch.ops.aten.scaled_dot_product_attention.default
